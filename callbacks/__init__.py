@@ -1,0 +1,1 @@
+"""Lightning callbacks: the techniques, one per file, and the monitors."""

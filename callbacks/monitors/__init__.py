@@ -1,0 +1,1 @@
+"""Callbacks that watch: health, cost, samples, evaluation. None of them changes training."""

@@ -1,0 +1,135 @@
+"""Held-out accuracy before, during and after training."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from dapo_pl.evaluation import EvaluationResult
+
+from callbacks.progress import StatusLine
+from dapo_pl.data.collate import RolloutBatch
+from dapo_pl.data.rollout import RolloutDataModule
+from dapo_pl.errors import UserError
+from dapo_pl.rollout.engine import Sampling
+from dapo_pl.rollout.evaluate import evaluate
+from dapo_pl.rollout.types import Prompt
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """k samples of each problem; `every_n_steps` 0 evaluates only before and after training."""
+
+    name: str
+    samples: int
+    temperature: float
+    top_p: float
+    every_n_steps: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UserError(f"evaluation.samples is {self.samples}; it must be at least 1")
+        if self.every_n_steps < 0:
+            raise UserError(f"evaluation.every_n_steps is {self.every_n_steps}; 0 means before and after only")
+
+
+class EvaluationMonitor(L.Callback):
+    """Evaluates with the training engine and keeps every table in `directory`.
+
+    A table that is already there is not made again, so a resumed run keeps its "before".
+
+    Args:
+        settings: what to draw.
+        prompts: the held-out problems.
+        max_tokens: generation limit.
+        directory: of the tables, `step_000000.json` and so on, and `step_000000.responses.jsonl`.
+        status: where progress goes.
+    """
+
+    def __init__(
+        self,
+        settings: EvaluationSettings,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        directory: Path,
+        status: StatusLine,
+    ) -> None:
+        self.settings = settings
+        self.prompts = prompts
+        self.sampling = Sampling(settings.temperature, settings.top_p, max_tokens, log_probs=False)
+        self.directory = directory
+        self.status = status
+        self.results: dict[int, EvaluationResult] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for path in sorted(self.directory.glob("step_*.json")):
+            self.results[int(path.stem.removeprefix("step_"))] = EvaluationResult.from_json(path)
+        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        if data.step == 0:
+            self.evaluate(trainer, 0)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        every = self.settings.every_n_steps
+        last = batch.step == len(trainer.train_dataloader)  # pyright: ignore[reportArgumentType]
+        if last or (every and batch.step % every == 0):
+            self.evaluate(trainer, batch.step)
+
+    def evaluate(self, trainer: L.Trainer, step: int) -> None:
+        """Evaluate the policy as it is after `step` rollout steps, unless that table exists."""
+        if step in self.results:
+            return
+        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(data, RolloutDataModule)
+        data.sync()
+        start = time.perf_counter()
+        label = f"evaluation at step {step}"
+        result, responses = evaluate(
+            data.sampler.engine,
+            self.prompts,
+            self.sampling,
+            samples=self.settings.samples,
+            seed=self.settings.seed,
+            should_stop=data.sampler.should_stop,
+            on_progress=lambda done, total: self.status.update(f"{label}: {done}/{total} responses"),
+        )
+        seconds = time.perf_counter() - start
+        flat = [response for row in responses for response in row]
+        data.ledger.update(
+            responses_evaluation=len(flat),
+            tokens_evaluation=sum(response.length for response in flat),
+            evaluation_seconds=seconds,
+        )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / f"step_{step:06}.responses.jsonl").open("w", encoding="utf-8") as file:
+            for prompt, row in zip(self.prompts, responses, strict=True):
+                for response in row:
+                    record = {
+                        "problem": prompt.id,
+                        "answer": prompt.answer,
+                        "text": response.text,
+                        "stated_answer": response.stated_answer,
+                        "correct": response.correct,
+                        "length": response.length,
+                        "truncated": response.truncated,
+                        "policy_version": response.policy_version,
+                    }
+                    file.write(json.dumps(record) + "\n")
+        result.to_json(self.directory / f"step_{step:06}.json")
+        self.results[step] = result
+        summary = result.summary()
+        for logger in trainer.loggers:
+            logger.log_metrics({f"eval/{self.settings.name}/{name}": value for name, value in summary.items()}, step)
+        k = self.settings.samples
+        self.status.say(
+            f"{label}: avg@{k} {summary[f'avg@{k}']:.1%} "
+            f"[{summary[f'avg@{k}_low']:.1%}, {summary[f'avg@{k}_high']:.1%}], pass@{k} {summary[f'pass@{k}']:.1%}, "
+            f"cons@{k} {summary[f'cons@{k}']:.1%} on {len(self.prompts)} problems ({seconds:.0f} s)"
+        )

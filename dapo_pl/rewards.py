@@ -1,0 +1,56 @@
+"""Rewards: correctness (paper Eq. 7) and the overlong penalty (Eq. 13), and how they add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dapo_pl.rollout.types import Response
+
+RewardTerm = Callable[[Sequence["Response"]], Float[Tensor, " responses"]]
+"""Graded responses -> one number each, [responses], in reward units."""
+
+
+def correctness(responses: Sequence[Response]) -> Float[Tensor, " responses"]:
+    """Eq. 7: +1 for a response whose final answer is right, -1 otherwise."""
+    return torch.tensor([1.0 if response.correct else -1.0 for response in responses])
+
+
+def overlong_penalty(
+    lengths: Int[Tensor, " responses"] | Float[Tensor, " responses"], *, l_max: int, l_cache: int
+) -> Float[Tensor, " responses"]:
+    """Soft Overlong Punishment, Eq. 13.
+
+    0 up to `l_max - l_cache` tokens, then falling linearly to -1 at `l_max`, and -1 beyond.
+
+    Args:
+        lengths: [responses], generated tokens, end token included.
+        l_max: tokens at which the penalty reaches -1.
+        l_cache: width of the ramp in tokens; 0 makes it a step.
+
+    Returns:
+        [responses], in [-1, 0].
+    """
+    if not 0 <= l_cache <= l_max:
+        raise ValueError(f"l_cache is {l_cache} and l_max {l_max}; the ramp needs 0 <= l_cache <= l_max")
+    lengths = torch.as_tensor(lengths)
+    overrun = lengths.to(torch.get_default_dtype()) - (l_max - l_cache)
+    if l_cache == 0:
+        return -(overrun > 0).to(torch.get_default_dtype())
+    return -(overrun / l_cache).clamp(0, 1) + 0.0  # + 0.0 turns -0 into 0
+
+
+def total_rewards(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> Float[Tensor, " responses"]:
+    """Sum of all terms, [responses]. Each term must give exactly one number per response."""
+    total = torch.zeros(len(responses))
+    for name, term in terms.items():
+        values = term(responses)
+        if values.shape != (len(responses),):
+            raise ValueError(f"reward term {name!r} gave {tuple(values.shape)} for {len(responses)} responses")
+        total = total + values
+    return total

@@ -1,0 +1,1 @@
+"""On-policy rollout: groups, engines, the sampler that refills, and the cost ledger."""

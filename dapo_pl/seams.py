@@ -1,0 +1,78 @@
+"""The seams of naive GRPO: the named places at which a technique may change it, and nothing else.
+
+| seam | naive GRPO | read by |
+| --- | --- | --- |
+| `clip_low`, `clip_high` | 0.2, 0.2 | the loss, Eq. 8 |
+| `aggregation` | `sample_mean` | the loss, Eq. 5 / 12 |
+| `std` | `sample` | the advantages, Eq. 9 |
+| `response_filter` | every response counts | the response mask |
+| `group_filter` | every group is accepted | the sampler, Eq. 11 |
+| `reward_terms` | correctness only | the rewards, Eq. 7; techniques add terms |
+
+A seam has one owner. Reward terms add up, so there each *name* has one owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dapo_pl.errors import UserError, nearest
+from dapo_pl.objective import Aggregation, Std
+from dapo_pl.rewards import RewardTerm, correctness
+
+if TYPE_CHECKING:
+    from dapo_pl.rollout.types import Group, Response
+
+
+def every_response(response: Response) -> bool:
+    """Naive GRPO: a truncated response trains like any other."""
+    return True
+
+
+def every_group(group: Group) -> bool:
+    """Naive GRPO: no group is filtered."""
+    return True
+
+
+@dataclass
+class Seams:
+    """The method being run. A fresh instance is naive GRPO (Table 1, first row)."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: Aggregation = "sample_mean"
+    std: Std = "sample"
+    response_filter: Callable[[Response], bool] = every_response
+    group_filter: Callable[[Group], bool] = every_group
+    reward_terms: dict[str, RewardTerm] = field(default_factory=lambda: {"correctness": correctness})
+    owners: dict[str, str] = field(default_factory=dict)
+
+    NAMES: ClassVar[tuple[str, ...]] = (
+        "clip_low",
+        "clip_high",
+        "aggregation",
+        "std",
+        "response_filter",
+        "group_filter",
+    )
+
+    def change(self, seam: str, value: Any, owner: str) -> None:
+        """Give `seam` a new value on behalf of the technique `owner`; a second owner is refused."""
+        if seam not in self.NAMES:
+            raise UserError(f"technique {owner} changes {seam!r}, which is no seam: {nearest(seam, self.NAMES)}")
+        self._own(seam, owner)
+        setattr(self, seam, value)
+
+    def add_reward(self, name: str, term: RewardTerm, owner: str) -> None:
+        """Add a reward term on behalf of the technique `owner`."""
+        self._own(f"reward_terms.{name}", owner)
+        self.reward_terms[name] = term
+
+    def _own(self, seam: str, owner: str) -> None:
+        held = self.owners.setdefault(seam, owner)
+        if held != owner:
+            raise UserError(
+                f"techniques {held} and {owner} both change {seam}: remove one of them from the technique list"
+            )

@@ -1,0 +1,1 @@
+"""Entry points. Only this package knows Hydra."""

@@ -1,0 +1,333 @@
+"""From a config to the objects of a run: first everything that can be checked cheaply, then the models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir, load_tokenizer
+from hydra.utils import get_class, instantiate
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import Logger
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from callbacks.checkpoint import AtomicCheckpointIO, RolloutCheckpoint, StopRequest
+from callbacks.monitors.evaluation import EvaluationMonitor, EvaluationSettings
+from callbacks.monitors.health import CostMonitor, HealthMonitor
+from callbacks.monitors.samples import SampleLog
+from callbacks.progress import ProgressReport, StatusLine
+from callbacks.techniques.base import Technique
+from dapo_pl.data.prompts import tokenize_prompts
+from dapo_pl.data.rollout import RolloutDataModule
+from dapo_pl.data.worked_examples import warm_start_examples
+from dapo_pl.errors import UserError
+from dapo_pl.logs import JsonLinesLogger
+from dapo_pl.module import DAPOModule
+from dapo_pl.policy import CausalPolicy
+from dapo_pl.rollout.engine import Engine, Sampling
+from dapo_pl.rollout.ledger import CostLedger
+from dapo_pl.rollout.sampler import PromptOrder, RolloutSettings, Sampler
+from dapo_pl.rollout.types import Prompt
+from dapo_pl.seams import Seams
+from dapo_pl.warm_start import Example, WarmStartSettings, warm_start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Plan:
+    """A checked run: nothing in it has loaded a model yet."""
+
+    config: DictConfig
+    directory: Path
+    techniques: list[Technique]
+    settings: RolloutSettings
+    sampling: Sampling
+    evaluation: EvaluationSettings
+    warm_start: WarmStartSettings | None
+    examples: list[Example]
+    model: str
+    facts: ModelFacts
+    tokenizer: PreTrainedTokenizerBase
+    train_prompts: list[Prompt]
+    evaluation_prompts: list[Prompt]
+    checkpoint: Path | None
+
+
+def plan(config: DictConfig, directory: Path) -> Plan:
+    """Check a config from the cheapest to the dearest; raises `UserError` at the first thing that is wrong."""
+    rollout = OmegaConf.to_container(config.rollout, resolve=True)
+    assert isinstance(rollout, dict)
+    rollout.pop("warmup_steps")
+    settings = RolloutSettings(**rollout)  # pyright: ignore[reportCallIssue]
+    sampling = Sampling(**config.sampling)
+    if sampling.top_p != 1:
+        raise UserError(
+            f"sampling.top_p is {sampling.top_p}: the ratio would compare two distributions; "
+            "it must be 1 in training (evaluation.top_p is free)"
+        )
+    evaluation = EvaluationSettings(**config.evaluation)
+    warm = _warm_start_settings(config)
+    techniques = load_techniques(config)
+    check_logger(config.logger.name)
+    get_class(config.engine._target_).require()
+    checkpoint = find_checkpoint(config, directory)
+
+    source = instantiate(config.data)
+    train = source.load("train")
+    held_out = source.load("evaluation")
+    examples = [] if warm is None else warm_start_examples(source, warm.steps * warm.batch_size, warm.seed)
+
+    model = str(instantiate(config.model).prepare())
+    facts = check_model(model)
+    if checkpoint is not None:
+        check_fingerprint(checkpoint, facts, model)
+    tokenizer = load_tokenizer(model)
+    if warm is not None and not Path(model).is_dir():
+        raise UserError(
+            f"the warm start needs a local directory and model.path is the hub name {model!r}: "
+            "download it first, or set warm_start=none"
+        )
+    window = config.engine.max_model_len
+    if window > facts.max_position_embeddings:
+        raise UserError(
+            f"engine.max_model_len is {window}, more than the {facts.max_position_embeddings} positions of the "
+            "model: lower it"
+        )
+    prompts = [
+        tokenize_prompts(problems, tokenizer, max_model_len=window, max_tokens=sampling.max_tokens)
+        for problems in (train, held_out)
+    ]
+    return Plan(
+        config,
+        directory,
+        techniques,
+        settings,
+        sampling,
+        evaluation,
+        warm,
+        examples,
+        model,
+        facts,
+        tokenizer,
+        *prompts,
+        checkpoint,
+    )
+
+
+def _warm_start_settings(config: DictConfig) -> WarmStartSettings | None:
+    options = OmegaConf.to_container(config.warm_start, resolve=True)
+    assert isinstance(options, dict)
+    if not options.pop("enabled"):
+        return None
+    return WarmStartSettings(**options)  # pyright: ignore[reportCallIssue]
+
+
+def load_techniques(config: DictConfig) -> list[Technique]:
+    """The technique callbacks, proven on scratch seams not to be in each other's way."""
+    techniques = []
+    seams = Seams()
+    for name, options in config.technique.items():
+        technique = instantiate(options)
+        if not isinstance(technique, Technique):
+            raise UserError(f"technique.{name} is a {type(technique).__name__}, which is no Technique")
+        technique.apply(seams)
+        techniques.append(technique)
+    return techniques
+
+
+def check_logger(name: str) -> None:
+    """Refuse a logger that is unknown or not installed."""
+    if name not in ("aim", "csv", "none"):
+        raise UserError(f"logger.name is {name!r}; known are aim, csv, none")
+    if name == "aim" and importlib.util.find_spec("aim") is None:
+        raise UserError("logger=aim needs Aim, which is not installed: pip install aim, or choose logger=csv")
+
+
+def find_checkpoint(config: DictConfig, directory: Path) -> Path | None:
+    """The checkpoint named by `ckpt_path`, or None."""
+    if config.ckpt_path is None:
+        return None
+    path = directory / "checkpoints" / "last.ckpt" if config.ckpt_path == "last" else Path(config.ckpt_path)
+    if not path.is_file():
+        raise UserError(
+            f"ckpt_path={config.ckpt_path}: there is no checkpoint "
+            + (
+                f"of an earlier run of this command under {directory.parent}"
+                if config.ckpt_path == "last"
+                else "there"
+            )
+            + "; leave ckpt_path out to start a new run"
+        )
+    return path
+
+
+def check_fingerprint(checkpoint: Path, facts: ModelFacts, model: str) -> None:
+    """Refuse the checkpoint of another model before weights that do not fit are loaded."""
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["dapo"]["fingerprint"]
+    except Exception as error:
+        raise UserError(
+            f"ckpt_path: {checkpoint} is not a checkpoint of this platform ({type(error).__name__})"
+        ) from error
+    if saved != facts.fingerprint:
+        raise UserError(
+            f"ckpt_path: {checkpoint} is from another model than {model}: choose the model it was trained with"
+        )
+
+
+@dataclass
+class Run:
+    """What `trainer.fit` needs, and what is looked at afterwards."""
+
+    trainer: L.Trainer
+    module: DAPOModule
+    data: RolloutDataModule
+    evaluation: EvaluationMonitor
+    engine: Engine
+    aim_hash: str | None
+    warm_start_seconds: float
+
+
+def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, Any]) -> Run:
+    """Warm start (unless cached), load policy and engine, and put the Trainer together."""
+    config = plan.config
+    L.seed_everything(config.seed, verbose=False)
+    start = time.perf_counter()
+    model = run_warm_start(plan, status) if plan.warm_start else plan.model
+    warm_start_seconds = time.perf_counter() - start
+
+    status.say("loading the model")
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = CausalPolicy(
+        network,
+        temperature=plan.sampling.temperature,
+        share_prompts=config.policy.share_prompts,
+        chunk=config.policy.chunk,
+    )
+    policy.check_layout()
+    ledger = CostLedger()
+    seams = Seams()
+    module = DAPOModule(
+        policy,
+        seams,
+        ledger,
+        optimizer=instantiate(config.optimizer),
+        warmup_rollout_steps=config.rollout.warmup_steps,
+        gradient_clip=config.policy.gradient_clip,
+        max_tokens_per_micro_batch=config.policy.max_tokens_per_micro_batch,
+        pad_id=plan.facts.pad_id,
+        fingerprint=plan.facts.fingerprint,
+    )
+    status.say(f"starting {get_class(config.engine._target_).__name__}")
+    engine = make_engine(config.engine, model, plan.facts, plan.tokenizer)
+    sampler = Sampler(
+        engine=engine,
+        order=PromptOrder(plan.train_prompts, config.seed),
+        seams=seams,
+        settings=plan.settings,
+        sampling=plan.sampling,
+        seed=config.seed,
+        max_in_flight=config.engine.max_num_seqs,
+        should_stop=stop,
+    )
+    data = RolloutDataModule(sampler, ledger)
+    evaluation = EvaluationMonitor(
+        plan.evaluation, plan.evaluation_prompts, plan.sampling.max_tokens, plan.directory / "evaluations", status
+    )
+    loggers, aim_hash = make_loggers(plan, record)
+    trainer = L.Trainer(
+        **config.trainer,
+        strategy=config.strategy.name,
+        max_epochs=1,
+        logger=loggers,
+        callbacks=[
+            *plan.techniques,
+            HealthMonitor(),
+            CostMonitor(),
+            SampleLog(
+                plan.directory / "samples.jsonl", config.callbacks.sample_log_every_n_steps, plan.tokenizer.decode
+            ),
+            ProgressReport(status),
+            RolloutCheckpoint(plan.directory / "checkpoints", config.checkpoint.every_n_steps, stop),
+            evaluation,
+            *instantiate(config.callbacks.extra).values(),
+        ],
+        plugins=[AtomicCheckpointIO()],
+        default_root_dir=plan.directory,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+    )
+    return Run(trainer, module, data, evaluation, engine, aim_hash, warm_start_seconds)
+
+
+def run_warm_start(plan: Plan, status: StatusLine) -> str:
+    """The warm-started model's directory, made now or found in the cache."""
+    settings = plan.warm_start
+    assert settings is not None
+    start = time.perf_counter()
+
+    def on_step(step: int, loss: float) -> None:
+        left = (time.perf_counter() - start) / step * (settings.steps - step)
+        text = f"warm start {step}/{settings.steps}  loss {loss:.3f}  | about {left:.0f} s left"
+        if step % max(1, settings.steps // 5) == 0:
+            status.say(text)
+        else:
+            status.update(text)
+
+    cache = Path(plan.config.model.get("cache_dir") or default_cache_dir())
+    result = warm_start(Path(plan.model), plan.examples, settings, cache, on_step)
+    status.say(f"warm start: {result}")
+    return str(result)
+
+
+def make_engine(options: DictConfig, model: str, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """The engine the config names; another one is never substituted."""
+
+    def decode(token_ids: list[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)  # pyright: ignore[reportReturnType]
+
+    return instantiate(options, model=model, end_ids=list(facts.end_ids), pad_id=facts.pad_id, decode=decode)
+
+
+def make_loggers(plan: Plan, record: dict[str, Any]) -> tuple[list[Logger], str | None]:
+    """The plain log, and the tracker the config names. A resumed run goes on with its own Aim run."""
+    config = plan.config
+    lines = JsonLinesLogger(plan.directory / "metrics.jsonl")
+    if plan.checkpoint is not None:
+        saved = torch.load(plan.checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        lines.drop_after(saved["dapo"]["step"])
+    if config.logger.name == "csv":
+        return [lines, CSVLogger(plan.directory, name="csv", version="")], None
+    if config.logger.name == "none":
+        return [lines], None
+    from aim.pytorch_lightning import AimLogger
+
+    home = Path(config.output_dir)
+    saved_hash = plan.directory / "aim.json"
+    run_hash = json.loads(saved_hash.read_text())["run_hash"] if saved_hash.exists() else None
+    aim = AimLogger(
+        repo=str(home),
+        experiment=plan.directory.parent.name,
+        run_name=plan.directory.name,
+        run_hash=run_hash,
+        system_tracking_interval=None,
+        log_system_params=False,
+        capture_terminal_logs=False,
+        context_prefixes={},
+    )
+    aim.log_hyperparams({"config": OmegaConf.to_container(config, resolve=True), **record, "pid": os.getpid()})
+    saved_hash.write_text(json.dumps({"repo": str(home), "run_hash": aim.version}) + "\n")
+    return [lines, aim], aim.version

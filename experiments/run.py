@@ -1,0 +1,76 @@
+"""Train: `python experiments/run.py [GROUP=OPTION] [KEY=VALUE] ...`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from callbacks.checkpoint import StopRequest
+from callbacks.progress import StatusLine
+from dapo_pl.rollout.sampler import RolloutInterrupted
+from dapo_pl.warm_start import save_model
+from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+
+STOPPED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+@hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
+@reports_user_errors
+def main(config: DictConfig) -> None:
+    # Imported here: `--help` and a mistyped key should not wait for torch and transformers.
+    from experiments.assembly import build, plan
+    from experiments.records import claim, record_run
+    from experiments.report_run import final_table, summarise
+
+    start = time.perf_counter()
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    lock = claim(directory)
+    status = StatusLine()
+    status.say(f"run directory: {directory}")
+    record = record_run(directory, config)
+    status.say("checking config, data and model")
+    checked = plan(config, directory)
+    stop = StopRequest()
+    stop.install()
+    run = build(checked, stop, status, record)
+    resume = f"{HydraConfig.get().job.name}.py {' '.join(HydraConfig.get().overrides.task)} ckpt_path=last"
+    try:
+        run.trainer.fit(
+            run.module,
+            datamodule=run.data,
+            ckpt_path=None if checked.checkpoint is None else str(checked.checkpoint),
+            weights_only=True,
+        )
+        stopped = stop.requested
+    except RolloutInterrupted:
+        stopped = True
+    finally:
+        run.engine.close()
+    if stopped:
+        at = f"after step {run.data.step} of {checked.settings.steps}"
+        if (directory / "checkpoints" / "last.ckpt").exists():
+            status.say(f"stopped {at}; go on with: python experiments/{resume}")
+        else:
+            status.say(f"stopped {at}, before there was anything to save")
+        raise SystemExit(STOPPED)
+
+    export = directory / "model"
+    save_model(run.module.policy.model, checked.tokenizer, export)
+    summary = summarise(run, checked, total_seconds=time.perf_counter() - start)
+    summary["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    table = final_table(summary)
+    (directory / "summary.txt").write_text(table + "\n", encoding="utf-8")
+    print(table, flush=True)
+    lock.close()
+
+
+if __name__ == "__main__":
+    entry_point(main)

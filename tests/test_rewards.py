@@ -1,0 +1,79 @@
+"""Eq. 7 and 13 at their corners."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dapo_pl.rewards import correctness, overlong_penalty, total_rewards
+from dapo_pl.rollout.types import Response
+
+
+@pytest.mark.parametrize(
+    ("l_max", "l_cache", "length", "expected"),
+    [
+        # paper text: l_max 16384, l_cache 4096
+        (16384, 4096, 0, 0.0),
+        (16384, 4096, 12288, 0.0),
+        (16384, 4096, 12289, -1 / 4096),
+        (16384, 4096, 14336, -0.5),
+        (16384, 4096, 14000, -1712 / 4096),
+        (16384, 4096, 16384, -1.0),
+        (16384, 4096, 16385, -1.0),
+        (16384, 4096, 20480, -1.0),
+        # released recipe: l_max 20480
+        (20480, 4096, 16384, 0.0),
+        (20480, 4096, 18432, -0.5),
+        (20480, 4096, 20480, -1.0),
+        # no ramp at all
+        (10, 0, 10, 0.0),
+        (10, 0, 11, -1.0),
+    ],
+)
+def test_equation_13(l_max: int, l_cache: int, length: int, expected: float) -> None:
+    penalty = overlong_penalty(torch.tensor([length]), l_max=l_max, l_cache=l_cache)
+    assert penalty.item() == pytest.approx(expected, abs=1e-6)
+
+
+@given(st.integers(1, 30000), st.data())
+def test_the_penalty_is_the_piecewise_definition(l_max: int, data: st.DataObject) -> None:
+    l_cache = data.draw(st.integers(1, l_max))
+    length = data.draw(st.integers(0, 2 * l_max))
+    if length <= l_max - l_cache:
+        expected = 0.0
+    elif length <= l_max:
+        expected = ((l_max - l_cache) - length) / l_cache
+    else:
+        expected = -1.0
+    assert overlong_penalty(torch.tensor([length]), l_max=l_max, l_cache=l_cache).item() == pytest.approx(
+        expected, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(("l_max", "l_cache"), [(10, 11), (10, -1)])
+def test_an_impossible_ramp_is_refused(l_max: int, l_cache: int) -> None:
+    with pytest.raises(ValueError, match="l_cache"):
+        overlong_penalty(torch.tensor([5]), l_max=l_max, l_cache=l_cache)
+
+
+def response(length: int, correct: bool) -> Response:
+    return Response(token_ids=[0] * length, text="", truncated=False, policy_version=0, correct=correct)
+
+
+def test_terms_add_up_and_leave_correctness_alone() -> None:
+    responses = [response(14336, True), response(14336, False), response(100, True)]
+    terms = {
+        "correctness": correctness,
+        "overlong_penalty": lambda rs: overlong_penalty(
+            torch.tensor([r.length for r in rs]), l_max=16384, l_cache=4096
+        ),
+    }
+    assert total_rewards(responses, terms).tolist() == [0.5, -1.5, 1.0]
+    assert [r.correct for r in responses] == [True, False, True]
+
+
+def test_a_term_that_does_not_give_one_number_per_response_is_named() -> None:
+    with pytest.raises(ValueError, match="'short'"):
+        total_rewards([response(1, True), response(1, True)], {"short": lambda rs: torch.zeros(1)})
