@@ -63,7 +63,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         print(
-            "\nstopping after the work in hand; a checkpoint follows (Ctrl-C again stops at once and loses this step)",
+            "\nstopping after the work in hand; a checkpoint follows (Ctrl-C again stops at once, losing this step)",
             flush=True,
         )
 

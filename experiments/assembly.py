@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir, load_tokenizer
+from datasets import Dataset
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -28,6 +29,7 @@ from callbacks.progress import ProgressReport, StatusLine
 from callbacks.techniques.base import Technique
 from dapo_pl.data.prompts import tokenize_prompts
 from dapo_pl.data.rollout import RolloutDataModule
+from dapo_pl.data.sources import Split
 from dapo_pl.data.worked_examples import warm_start_examples
 from dapo_pl.errors import UserError
 from dapo_pl.logs import JsonLinesLogger
@@ -76,37 +78,22 @@ def plan(config: DictConfig, directory: Path) -> Plan:
             "it must be 1 in training (evaluation.top_p is free)"
         )
     evaluation = EvaluationSettings(**config.evaluation)
-    warm = _warm_start_settings(config)
     techniques = load_techniques(config)
     check_logger(config.logger.name)
     get_class(config.engine._target_).require()
     checkpoint = find_checkpoint(config, directory)
 
-    source = instantiate(config.data)
-    train = source.load("train")
-    held_out = source.load("evaluation")
-    examples = [] if warm is None else warm_start_examples(source, warm.steps * warm.batch_size, warm.seed)
-
-    model = str(instantiate(config.model).prepare())
-    facts = check_model(model)
+    problems = [load_problems(config, split) for split in ("train", "evaluation")]
+    warm, examples = prepare_warm_start(config)
+    model, facts, tokenizer = prepare_model(config)
     if checkpoint is not None:
         check_fingerprint(checkpoint, facts, model)
-    tokenizer = load_tokenizer(model)
     if warm is not None and not Path(model).is_dir():
         raise UserError(
             f"the warm start needs a local directory and model.path is the hub name {model!r}: "
             "download it first, or set warm_start=none"
         )
-    window = config.engine.max_model_len
-    if window > facts.max_position_embeddings:
-        raise UserError(
-            f"engine.max_model_len is {window}, more than the {facts.max_position_embeddings} positions of the "
-            "model: lower it"
-        )
-    prompts = [
-        tokenize_prompts(problems, tokenizer, max_model_len=window, max_tokens=sampling.max_tokens)
-        for problems in (train, held_out)
-    ]
+    prompts = [prepare_prompts(config, split, tokenizer) for split in problems]
     return Plan(
         config,
         directory,
@@ -124,12 +111,43 @@ def plan(config: DictConfig, directory: Path) -> Plan:
     )
 
 
-def _warm_start_settings(config: DictConfig) -> WarmStartSettings | None:
+def prepare_warm_start(config: DictConfig) -> tuple[WarmStartSettings | None, list[Example]]:
+    """Settings and worked examples, or None and none of them for `warm_start=none`."""
     options = OmegaConf.to_container(config.warm_start, resolve=True)
     assert isinstance(options, dict)
     if not options.pop("enabled"):
-        return None
-    return WarmStartSettings(**options)  # pyright: ignore[reportCallIssue]
+        return None, []
+    settings = WarmStartSettings(**options)  # pyright: ignore[reportCallIssue]
+    size = settings.steps * settings.batch_size
+    return settings, warm_start_examples(instantiate(config.data), size, settings.seed)
+
+
+def prepare_model(config: DictConfig) -> tuple[str, ModelFacts, PreTrainedTokenizerBase]:
+    """Directory or hub name, what its config says, and its tokenizer; no weights are loaded."""
+    model = str(instantiate(config.model).prepare())
+    facts = check_model(model)
+    window = config.engine.max_model_len
+    if window > facts.max_position_embeddings:
+        raise UserError(
+            f"engine.max_model_len is {window}, more than the {facts.max_position_embeddings} positions of the "
+            "model: lower it"
+        )
+    return model, facts, load_tokenizer(model)
+
+
+def load_problems(config: DictConfig, split: Split) -> Dataset:
+    """A split of the prompt source; its files are read and checked here, before any model is touched."""
+    return instantiate(config.data).load(split)
+
+
+def prepare_prompts(config: DictConfig, problems: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Problems as token ids, each proven to fit the engine's window."""
+    return tokenize_prompts(
+        problems,  # pyright: ignore[reportArgumentType]
+        tokenizer,
+        max_model_len=config.engine.max_model_len,
+        max_tokens=config.sampling.max_tokens,
+    )
 
 
 def load_techniques(config: DictConfig) -> list[Technique]:
@@ -203,7 +221,9 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
     config = plan.config
     L.seed_everything(config.seed, verbose=False)
     start = time.perf_counter()
-    model = run_warm_start(plan, status) if plan.warm_start else plan.model
+    model = plan.model
+    if plan.warm_start is not None:
+        model = run_warm_start(model, plan.examples, plan.warm_start, config, status)
     warm_start_seconds = time.perf_counter() - start
 
     status.say("loading the model")
@@ -273,10 +293,10 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
     return Run(trainer, module, data, evaluation, engine, aim_hash, warm_start_seconds)
 
 
-def run_warm_start(plan: Plan, status: StatusLine) -> str:
+def run_warm_start(
+    model: str, examples: list[Example], settings: WarmStartSettings, config: DictConfig, status: StatusLine
+) -> str:
     """The warm-started model's directory, made now or found in the cache."""
-    settings = plan.warm_start
-    assert settings is not None
     start = time.perf_counter()
 
     def on_step(step: int, loss: float) -> None:
@@ -287,8 +307,8 @@ def run_warm_start(plan: Plan, status: StatusLine) -> str:
         else:
             status.update(text)
 
-    cache = Path(plan.config.model.get("cache_dir") or default_cache_dir())
-    result = warm_start(Path(plan.model), plan.examples, settings, cache, on_step)
+    cache = Path(config.model.get("cache_dir") or default_cache_dir())
+    result = warm_start(Path(model), examples, settings, cache, on_step)
     status.say(f"warm start: {result}")
     return str(result)
 

@@ -21,13 +21,13 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
 LAST = "last.ckpt"
 
 
-def run_directory(output_dir: str, name: str, ckpt_path: str | None) -> str:
-    """A new directory named by the command's overrides and the time; for `last` the newest such directory.
+def run_directory(output_dir: str, job: str, name: str, ckpt_path: str | None) -> str:
+    """`output_dir/<job>s/<name>/<time>`: a new directory, or for `last` the newest such directory.
 
-    `ckpt_path` and `output_dir` are not part of the name, so the same command with `ckpt_path=last` finds
+    The name is the command's overrides without `ckpt_path` and `output_dir`, so the same command with `ckpt_path=last` finds
     the run it is to go on with.
     """
-    home = Path(output_dir) / "runs" / (name.replace("/", "_")[:150] or "default")
+    home = Path(output_dir) / f"{job}s" / (name.replace("/", "_")[:150] or "default")
     if ckpt_path == "last":
         earlier = sorted(home.glob(f"*/checkpoints/{LAST}"))
         if earlier:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from callbacks.progress import StatusLine
 from dapo_pl.data.collate import RolloutBatch
 from dapo_pl.data.rollout import RolloutDataModule
 from dapo_pl.errors import UserError
-from dapo_pl.rollout.engine import Sampling
+from dapo_pl.rollout.engine import Engine, Sampling
 from dapo_pl.rollout.evaluate import evaluate
 from dapo_pl.rollout.types import Prompt
 
@@ -48,7 +48,7 @@ class EvaluationMonitor(L.Callback):
         settings: what to draw.
         prompts: the held-out problems.
         max_tokens: generation limit.
-        directory: of the tables, `step_000000.json` and so on, and `step_000000.responses.jsonl`.
+        directory: of the tables, `step_000000.json` and so on.
         status: where progress goes.
     """
 
@@ -62,7 +62,7 @@ class EvaluationMonitor(L.Callback):
     ) -> None:
         self.settings = settings
         self.prompts = prompts
-        self.sampling = Sampling(settings.temperature, settings.top_p, max_tokens, log_probs=False)
+        self.max_tokens = max_tokens
         self.directory = directory
         self.status = status
         self.results: dict[int, EvaluationResult] = {}
@@ -71,16 +71,19 @@ class EvaluationMonitor(L.Callback):
         for path in sorted(self.directory.glob("step_*.json")):
             self.results[int(path.stem.removeprefix("step_"))] = EvaluationResult.from_json(path)
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        if data.step == 0:
-            self.evaluate(trainer, 0)
+        # A run stopped during an evaluation makes it up here.
+        self._evaluate_if_due(trainer, data.step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
+        self._evaluate_if_due(trainer, batch.step)
+
+    def _evaluate_if_due(self, trainer: L.Trainer, step: int) -> None:
         every = self.settings.every_n_steps
-        last = batch.step == len(trainer.train_dataloader)  # pyright: ignore[reportArgumentType]
-        if last or (every and batch.step % every == 0):
-            self.evaluate(trainer, batch.step)
+        last = len(trainer.train_dataloader)  # pyright: ignore[reportArgumentType]
+        if step in (0, last) or (every and step % every == 0):
+            self.evaluate(trainer, step)
 
     def evaluate(self, trainer: L.Trainer, step: int) -> None:
         """Evaluate the policy as it is after `step` rollout steps, unless that table exists."""
@@ -89,47 +92,75 @@ class EvaluationMonitor(L.Callback):
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         assert isinstance(data, RolloutDataModule)
         data.sync()
-        start = time.perf_counter()
-        label = f"evaluation at step {step}"
-        result, responses = evaluate(
+        result, tokens, seconds = evaluate_and_keep(
             data.sampler.engine,
             self.prompts,
-            self.sampling,
-            samples=self.settings.samples,
-            seed=self.settings.seed,
-            should_stop=data.sampler.should_stop,
-            on_progress=lambda done, total: self.status.update(f"{label}: {done}/{total} responses"),
+            self.settings,
+            self.max_tokens,
+            self.directory,
+            f"step_{step:06}",
+            self.status,
+            data.sampler.should_stop,
         )
-        seconds = time.perf_counter() - start
-        flat = [response for row in responses for response in row]
         data.ledger.update(
-            responses_evaluation=len(flat),
-            tokens_evaluation=sum(response.length for response in flat),
+            responses_evaluation=len(self.prompts) * self.settings.samples,
+            tokens_evaluation=tokens,
             evaluation_seconds=seconds,
         )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / f"step_{step:06}.responses.jsonl").open("w", encoding="utf-8") as file:
-            for prompt, row in zip(self.prompts, responses, strict=True):
-                for response in row:
-                    record = {
-                        "problem": prompt.id,
-                        "answer": prompt.answer,
-                        "text": response.text,
-                        "stated_answer": response.stated_answer,
-                        "correct": response.correct,
-                        "length": response.length,
-                        "truncated": response.truncated,
-                        "policy_version": response.policy_version,
-                    }
-                    file.write(json.dumps(record) + "\n")
-        result.to_json(self.directory / f"step_{step:06}.json")
         self.results[step] = result
-        summary = result.summary()
+        metrics = {f"eval/{self.settings.name}/{name}": value for name, value in result.summary().items()}
         for logger in trainer.loggers:
-            logger.log_metrics({f"eval/{self.settings.name}/{name}": value for name, value in summary.items()}, step)
-        k = self.settings.samples
-        self.status.say(
-            f"{label}: avg@{k} {summary[f'avg@{k}']:.1%} "
-            f"[{summary[f'avg@{k}_low']:.1%}, {summary[f'avg@{k}_high']:.1%}], pass@{k} {summary[f'pass@{k}']:.1%}, "
-            f"cons@{k} {summary[f'cons@{k}']:.1%} on {len(self.prompts)} problems ({seconds:.0f} s)"
-        )
+            logger.log_metrics(metrics, step)
+
+
+def evaluate_and_keep(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    settings: EvaluationSettings,
+    max_tokens: int,
+    directory: Path,
+    name: str,
+    status: StatusLine,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> tuple[EvaluationResult, int, float]:
+    """Evaluate, write `NAME.responses.jsonl` and `NAME.json` (last, so that it stands for a whole evaluation).
+
+    Returns:
+        The result, the tokens generated and the seconds taken.
+    """
+    start = time.perf_counter()
+    result, responses = evaluate(
+        engine,
+        prompts,
+        Sampling(settings.temperature, settings.top_p, max_tokens, log_probs=False),
+        samples=settings.samples,
+        seed=settings.seed,
+        should_stop=should_stop,
+        on_progress=lambda done, total: status.update(f"{name}: {done}/{total} responses"),
+    )
+    seconds = time.perf_counter() - start
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{name}.responses.jsonl").open("w", encoding="utf-8") as file:
+        for prompt, row in zip(prompts, responses, strict=True):
+            for response in row:
+                record = {
+                    "problem": prompt.id,
+                    "source": prompt.source,
+                    "answer": prompt.answer,
+                    "text": response.text,
+                    "stated_answer": response.stated_answer,
+                    "correct": response.correct,
+                    "length": response.length,
+                    "truncated": response.truncated,
+                    "policy_version": response.policy_version,
+                }
+                file.write(json.dumps(record) + "\n")
+    result.to_json(directory / f"{name}.json")
+    summary = result.summary()
+    k = settings.samples
+    status.say(
+        f"{name}: avg@{k} {summary[f'avg@{k}']:.1%} "
+        f"[{summary[f'avg@{k}_low']:.1%}, {summary[f'avg@{k}_high']:.1%}], pass@{k} {summary[f'pass@{k}']:.1%}, "
+        f"cons@{k} {summary[f'cons@{k}']:.1%} on {len(prompts)} problems ({seconds:.0f} s)"
+    )
+    return result, sum(response.length for row in responses for response in row), seconds

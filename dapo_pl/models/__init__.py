@@ -1,0 +1,1 @@
+"""Model directories: made, unpacked or checked, always in transformers' format."""
