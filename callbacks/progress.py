@@ -51,7 +51,6 @@ class ProgressReport(L.Callback):
     def __init__(self, status: StatusLine) -> None:
         self.status = status
         self._durations: list[float] = []
-        self._step_start = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,10 +72,6 @@ class ProgressReport(L.Callback):
 
         data.sampler.on_progress = on_rollout
         pl_module.on_mini_batch = on_update
-        self._step_start = time.perf_counter()
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._step_start = time.perf_counter()
 
     def _left(self, steps: int) -> str:
         if not self._durations:
@@ -87,12 +82,10 @@ class ProgressReport(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        now = time.perf_counter()
-        self._durations.append(now - self._step_start)
-        self._step_start = now
         metric = {name: float(value) for name, value in trainer.callback_metrics.items()}
         steps = len(trainer.train_dataloader)  # pyright: ignore[reportArgumentType]
         rollout = batch.rollout
+        self._durations.append(batch.sync_seconds + rollout.seconds + metric["cost/step_update_seconds"])
         tokens = sum(rollout.fates[name] for name in rollout.fates if name.startswith("tokens_"))
         self.status.say(
             f"step {batch.step}/{steps}  reward {metric['rollout/reward_mean']:+.2f}  "

@@ -25,7 +25,9 @@ _LAYOUT = re.compile(r"\\\\|\\(?:left|right|displaystyle|quad|qquad|[()\[\],;:! 
 _PRODUCT = re.compile(r"(?<=\d)\s*\*\s*(?=\d)", re.ASCII)
 _DEGREE = re.compile(r"\^?\s*\{?\s*(?:\\(?:circ|degree)\b|°)\s*\}?|\\?%")
 _CURRENCY = re.compile(r"^([-+]?\s*)(?:\\\$|[€£¥]|USD\b|US\b)\s*")
-_NUMBER = re.compile(r"([-+]?)\s*(\d{1,3}(?:,\d{3})+|\d+)(?:\.(0*))?(?!\d|[.,]\d|[\^/!]|\s*[-+*/^×·÷]\s*[\w(\\])", re.ASCII)
+_NUMBER = re.compile(
+    r"([-+]?)\s*(\d{1,3}(?:,\d{3})+|\d+)(?:\.(0*))?(?!\d|[.,]\d|[\^/!]|\s*[-+*/^×·÷]\s*[\w(\\])", re.ASCII
+)
 _UNIT = re.compile(r"\s*-?\s*(?:[^\W\d]+[./]?(?:\^[23])?(?!\d)[\s/·-]*){0,4}[\s)\]'.,;:!]*")
 _REMARK = re.compile(r"(?:[.,;]\s+|\s*\()[^\d=\\]*")
 _REFUSED = re.compile(r"[<>≤≥≠≈]|!=|\\(?:leq?|geq?|neq?|approx|pm)\b")

@@ -155,11 +155,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for piece in _slices(hidden.shape[0], chunk):
                 logits, _ = _logits(hidden[piece].to(dtype), low_weight, bias, temperature, soft_cap)
-                normaliser = torch.logsumexp(logits, dim=-1)
-                chosen = logits.gather(-1, target[piece, None]).squeeze(-1)
-                log_probs[piece] = chosen - normaliser
-                probabilities = (logits - normaliser[:, None]).exp_()
-                entropies[piece] = normaliser - (probabilities.mul_(logits)).sum(-1)
+                everything = torch.log_softmax(logits, dim=-1)
+                log_probs[piece] = everything.gather(-1, target[piece, None]).squeeze(-1)
+                entropies[piece] = -(everything.exp().mul_(everything)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.settings = (temperature, soft_cap, chunk, dtype)
         ctx.mark_non_differentiable(entropies)

@@ -24,8 +24,8 @@ LAST = "last.ckpt"
 def run_directory(output_dir: str, job: str, name: str, ckpt_path: str | None) -> str:
     """`output_dir/<job>s/<name>/<time>`: a new directory, or for `last` the newest such directory.
 
-    The name is the command's overrides without `ckpt_path` and `output_dir`, so the same command with `ckpt_path=last` finds
-    the run it is to go on with.
+    The name is the command's overrides without `ckpt_path` and `output_dir`, so the same command with
+    `ckpt_path=last` finds the run it is to go on with.
     """
     home = Path(output_dir) / f"{job}s" / (name.replace("/", "_")[:150] or "default")
     if ckpt_path == "last":
@@ -92,9 +92,9 @@ def _check_key(config: DictConfig, key: str, groups: list[str]) -> None:
             raise UserError(
                 f"unknown config key {key!r}: {nearest(prefix + part, [prefix + str(name) for name in known])}"
             )
-        node = node._get_node(part)
-        if OmegaConf.is_interpolation(config, ".".join(parts[: depth + 1])):
+        if OmegaConf.is_interpolation(node, part):
             return
+        node = node._get_node(part)
 
 
 def entry_point(main: Callable[[], object], config_name: str = "config") -> None:

@@ -12,14 +12,16 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from callbacks.progress import StatusLine
 from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+from experiments.quiet import quieten
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
 @reports_user_errors
 def main(config: DictConfig) -> None:
+    quieten()
     from callbacks.monitors.evaluation import EvaluationSettings, evaluate_and_keep
+    from callbacks.progress import StatusLine
     from experiments.assembly import load_problems, make_engine, prepare_model, prepare_prompts
     from experiments.records import claim, record_run
 

@@ -11,11 +11,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from callbacks.checkpoint import StopRequest
-from callbacks.progress import StatusLine
-from dapo_pl.rollout.sampler import RolloutInterrupted
-from dapo_pl.warm_start import save_model
 from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+from experiments.quiet import quieten
 
 STOPPED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -25,6 +22,11 @@ STOPPED = 130
 @reports_user_errors
 def main(config: DictConfig) -> None:
     # Imported here: `--help` and a mistyped key should not wait for torch and transformers.
+    quieten()
+    from callbacks.checkpoint import StopRequest
+    from callbacks.progress import StatusLine
+    from dapo_pl.rollout.sampler import RolloutInterrupted
+    from dapo_pl.warm_start import save_model
     from experiments.assembly import build, plan
     from experiments.records import claim, record_run
     from experiments.report_run import final_table, summarise

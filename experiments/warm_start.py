@@ -8,14 +8,16 @@ from __future__ import annotations
 import hydra
 from omegaconf import DictConfig
 
-from callbacks.progress import StatusLine
-from dapo_pl.errors import UserError
 from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+from experiments.quiet import quieten
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
 @reports_user_errors
 def main(config: DictConfig) -> None:
+    quieten()
+    from callbacks.progress import StatusLine
+    from dapo_pl.errors import UserError
     from experiments.assembly import prepare_model, prepare_warm_start, run_warm_start
 
     settings, examples = prepare_warm_start(config)

@@ -115,9 +115,7 @@ def test_paired_difference_sees_what_the_problems_share() -> None:
 
 def test_permutation_p_value_is_uniform_when_nothing_differs() -> None:
     rng = np.random.default_rng(3)
-    p_values = [
-        paired_difference(simulated(rng, 40), simulated(rng, 40), resamples=499).p_value for _ in range(400)
-    ]
+    p_values = [paired_difference(simulated(rng, 40), simulated(rng, 40), resamples=499).p_value for _ in range(400)]
     assert 0.02 <= np.mean(np.array(p_values) <= 0.05) <= 0.085
 
 

@@ -140,8 +140,22 @@ def test_work_is_bounded_on_200_000_characters(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("033", 33), (33, 33), ("43.0", 43), (43.0, 43), ("1,000", 1000), ("-7", -7), ("42.5", None), (42.5, None)]
-    + [("", None), ("x", None), ("42 cm", None), (None, None), (True, None), ("1/2", None)],
+    [
+        ("033", 33),
+        (33, 33),
+        ("43.0", 43),
+        (43.0, 43),
+        ("1,000", 1000),
+        ("-7", -7),
+        ("42.5", None),
+        (42.5, None),
+        ("", None),
+        ("x", None),
+        ("42 cm", None),
+        (None, None),
+        (True, None),
+        ("1/2", None),
+    ],
 )
 def test_ground_truths(value: object, expected: int | None) -> None:
     assert parse_integer_answer(value) == expected

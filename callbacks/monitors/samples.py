@@ -60,7 +60,7 @@ class SampleLog(L.Callback):
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             for logger in trainer.loggers:
-                track = getattr(logger.experiment, "track", None)
+                track = getattr(getattr(logger, "experiment", None), "track", None)
                 if track is not None:
                     from aim import Text
 

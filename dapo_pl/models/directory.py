@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from dapo_pl.errors import UserError
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -88,13 +89,18 @@ class ModelFacts:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a sentence when there is none or it has no end token."""
+    directory = Path(path)
+    # For a directory without tokenizer files transformers makes up an empty tokenizer of the model's class.
+    found = not directory.is_dir() or any((directory / name).is_file() for name in TOKENIZERS)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path) if found else None
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    if tokenizer is None:
         raise UserError(
             f"model {path}: there is no tokenizer that transformers can load; put tokenizer.json and "
             "tokenizer_config.json into the directory"
-        ) from error
+        )
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"model {path}: its tokenizer has no end token, so no response would ever end; set eos_token in "

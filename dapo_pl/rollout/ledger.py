@@ -34,7 +34,7 @@ class CostLedger(Metric):
         """Add to totals by name, such as `tokens_used=512` or `generation_seconds=3.1`."""
         for name, amount in amounts.items():
             total = getattr(self, name)
-            total += amount
+            total += amount if total.is_floating_point() else int(amount)
 
     def compute(self) -> dict[str, float]:
         """All totals, and what was generated for training, by the names of the cost curves."""

@@ -57,6 +57,7 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
         from vllm import LLM
+        from vllm.platforms import current_platform
 
         threads = torch.get_num_threads()
         self.policy_version = 0
@@ -73,10 +74,13 @@ class VLLMEngine:
             gpu_memory_utilization=gpu_memory_utilization,
             enforce_eager=not compile,
             enable_prefix_caching=True,
+            # A seeded request whose prompt is cut in two rewinds its random generator, which a CPU's cannot do.
+            enable_chunked_prefill=not current_platform.is_cpu(),
             logprobs_mode="processed_logprobs",
             skip_tokenizer_init=True,
             generation_config="vllm",  # the model's own sampling defaults must not leak in
             disable_log_stats=True,
+            use_tqdm_on_load=False,
         )
         torch.set_num_threads(threads)
 

@@ -1,4 +1,4 @@
-"""An engine without a model: outcomes and lengths are a function of prompt and seed, completion order is adversarial."""
+"""An engine without a model: outcome and length follow from prompt and seed, and long answers finish last."""
 
 from __future__ import annotations
 

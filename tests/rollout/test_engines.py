@@ -102,6 +102,13 @@ def test_every_request_is_answered_and_truncation_is_flagged(
     assert not again.truncated
 
 
+def test_more_prompt_tokens_than_one_step_takes(engine: Engine, prompts: list[list[int]]) -> None:
+    """64 different prompts of 120 tokens: more than vLLM schedules in a step, with seeds of their own."""
+    long = [[*prompts[0][:-1], *[5 + (i * 7 + j) % 90 for j in range(110)], prompts[0][-1]] for i in range(64)]
+    responses = generate(engine, long, Sampling(max_tokens=4))
+    assert all(1 <= response.length <= 4 for response in responses)
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0)])
 def test_log_probs_are_those_of_a_teacher_forced_pass(
     engine: Engine, prompts: list[list[int]], tiny_model: str, temperature: float, top_p: float

@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_engine import ScriptedEngine
 
 from callbacks.techniques.dynamic_sampling import mixed
 from dapo_pl.errors import UserError
@@ -15,7 +16,6 @@ from dapo_pl.rollout.engine import Sampling, request_seed
 from dapo_pl.rollout.sampler import PromptOrder, RolloutInterrupted, RolloutSettings, Sampler
 from dapo_pl.rollout.types import Prompt
 from dapo_pl.seams import Seams
-from scripted_engine import ScriptedEngine
 
 PROMPTS = [Prompt(str(number), (number,), answer=1) for number in range(13)]
 
@@ -34,7 +34,7 @@ def script(difficulty: int):
 def make_sampler(engine: ScriptedEngine, seed: int = 0, max_in_flight: int = 64, **options) -> Sampler:
     seams = Seams()
     seams.change("group_filter", mixed, "test")
-    defaults = dict(steps=5, groups_per_step=3, group_size=4, mini_batch_size=4, max_prompts_per_step=60)
+    defaults = {"steps": 5, "groups_per_step": 3, "group_size": 4, "mini_batch_size": 4, "max_prompts_per_step": 60}
     return Sampler(
         engine=engine,
         order=PromptOrder(PROMPTS, seed),

@@ -1,0 +1,160 @@
+"""Bad input as a user gives it: one sentence, exit status 2, before any model loads, and nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = ["model=tiny", "engine=transformers", "logger=none", "warm_start=none"]
+
+
+def run(*arguments: str, script: str = "run.py", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
+    result = run(*arguments, f"output_dir={tmp_path / 'out'}", **environment)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert "loading the model" not in result.stdout
+    message = result.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rollout.group_sise=4"], "did you mean 'rollout.group_size'"),
+        (["rolout.steps=4"], "did you mean 'rollout'"),
+        (["optimizer.lr.x=4"], "unknown config key"),
+        (["technique=clip_hihger"], "did you mean 'clip_higher'"),
+        (["technique=+clip_hiher,dapo"], "did you mean '+clip_higher'"),
+        (["model=tinny"], "did you mean 'tiny'"),
+        (["technique=clip_higher", "technique.clip_higher.clip_hgih=0.3"], "did you mean"),
+    ],
+)
+def test_unknown_keys_and_options_suggest_the_nearest(tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert words in refused(tmp_path, *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rollout.group_size=1"], "rollout.group_size is 1"),
+        (["rollout.mini_batch_size=4096"], "more than the 256 of a rollout step"),
+        (["sampling.top_p=0.9"], "sampling.top_p"),
+        (["engine.max_model_len=70"], "prompt 0 of"),
+        (["engine.max_model_len=100000"], "512 positions"),
+        (["technique=[soft_overlong_punishment,overlong_filtering]"], "replaces overlong_filtering"),
+        (["ckpt_path=/no/such.ckpt"], "there is no checkpoint"),
+        (["ckpt_path=last"], "leave ckpt_path out"),
+        (["logger.name=wandb"], "known are aim, csv, none"),
+        (["warm_start=tiny", "warm_start.precision=fp8"], "warm_start.precision"),
+    ],
+)
+def test_impossible_settings(tmp_path: Path, arguments: list[str], words: str) -> None:
+    assert words in refused(tmp_path, *TINY, *arguments)
+
+
+def problem_line(**changes: object) -> str:
+    row = {
+        "prompt": [{"role": "user", "content": "3 + 4 ="}],
+        "reward_model": {"ground_truth": "7"},
+        "data_source": "test",
+        "ability": "math",
+        "extra_info": {"raw_problem": "3 + 4 ="},
+    }
+    return json.dumps({name: value for name, value in {**row, **changes}.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "problems.jsonl"),
+        ("", "empty"),
+        ("this is prose\nand more\n", "JSON"),
+        (problem_line(prompt=None) + "\n", "prompt"),
+        (problem_line() + "\n" + problem_line(reward_model={"ground_truth": "7.5"}) + "\n", "7.5"),
+        (problem_line(prompt=[{"role": "user", "content": "3 " * 400}]) + "\n", "prompt 0"),
+    ],
+    ids=["missing", "empty", "prose", "no column", "no integer", "too long"],
+)
+def test_data_files_that_cannot_be_used_are_named(tmp_path: Path, content: str | None, words: str) -> None:
+    path = tmp_path / "problems.jsonl"
+    if content is not None:
+        path.write_text(content)
+    message = refused(tmp_path, *TINY, "data=file", f"data.path={path}", f"data.evaluation_path={path}")
+    assert words in message
+    assert "problems" in message
+
+
+def test_model_directory_without_tokenizer(tmp_path: Path, tiny_model: str) -> None:
+    import shutil
+
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_model, broken)
+    (broken / "tokenizer.json").unlink()
+    (broken / "tokenizer_config.json").unlink()
+    message = refused(
+        tmp_path, "model=hf", f"model.path={broken}", "data=chain_sum", "engine=transformers", "warm_start=none"
+    )
+    assert "tokenizer" in message
+
+
+def test_vllm_missing_names_the_extra(tmp_path: Path) -> None:
+    """A sitecustomize on the path hides the package, as if it were not installed."""
+    hide = tmp_path / "hide"
+    hide.mkdir()
+    (hide / "sitecustomize.py").write_text(
+        "import importlib.util as u\n"
+        "real = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'vllm' else real(name, package)\n"
+    )
+    message = refused(tmp_path, "model=tiny", "logger=none", PYTHONPATH=str(hide))
+    assert "extra 'cpu' or 'gpu'" in message
+
+
+def test_unwritable_output_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run(*TINY, f"output_dir={tmp_path / 'file' / 'below'}")
+    assert result.returncode == 2
+    assert "set output_dir" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    from dapo_pl.errors import UserError
+    from experiments.records import claim
+
+    with claim(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        claim(tmp_path)
+    claim(tmp_path).close()
+    with (tmp_path / ".lock").open() as lock:  # nobody holds it any more
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_help_and_cfg_say_what_runs() -> None:
+    shown = run("technique=+clip_higher", "--cfg", "job")
+    assert shown.returncode == 0
+    assert "clip_high: 0.28" in shown.stdout
+    assert "DynamicSampling" not in shown.stdout
+    helped = run("--help")
+    assert helped.returncode == 0
+    assert "Clip-Higher" in helped.stdout
