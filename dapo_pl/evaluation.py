@@ -37,12 +37,12 @@ def per_problem_pass_at_k(correct: Correct, k: int | None = None) -> np.ndarray:
     """[problems], the unbiased estimate 1 - C(n - c, k) / C(n, k) of solving it within k of n samples."""
     table = _table(correct)
     n = table.shape[1]
-    k = n if k is None else k
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    size = n if k is None else k
+    if not 1 <= size <= n:
+        raise ValueError(f"pass@{size} cannot be estimated from {n} samples")
     wrong = n - table.sum(axis=1)
     # The product form of the ratio of binomials: no large numbers, and exactly 0 when fewer than k are wrong.
-    miss = np.prod(np.clip(wrong[:, None] - np.arange(k), 0, None) / (n - np.arange(k)), axis=1)
+    miss = np.prod(np.clip(wrong[:, None] - np.arange(size), 0, None) / (n - np.arange(size)), axis=1)
     return 1 - miss
 
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from dapo_pl.data.prompts import encode_prompt
 from dapo_pl.errors import UserError
+from dapo_pl.models.directory import whole_directory
 from dapo_pl.objective import aggregate
 from dapo_pl.policy import CausalPolicy, micro_batches
 
-Example = tuple[Sequence[dict[str, str]], str]
-"""Chat prompt and the response to imitate."""
+Example = tuple[Sequence[Any], str]
+"""Chat messages (role, content) and the response to imitate."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def warm_start(
         (encode_prompt(tokenizer, messages), tokenizer(response, add_special_tokens=False)["input_ids"] + end)
         for messages, response in examples
     ]
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy = CausalPolicy(network.to(device), share_prompts=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
@@ -131,18 +131,8 @@ def warm_start(
     return target
 
 
-def save_model(network, tokenizer, target: Path) -> None:
+def save_model(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
     """Write a transformers directory whole or not at all."""
-    draft = target.with_name(f".{target.name}-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
-        draft.mkdir(parents=True)
+    with whole_directory(target, "free space or choose another place") as draft:
         network.save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
-    except OSError as error:
-        raise UserError(f"cannot write the model to {target}: {error}; free space or choose another place") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

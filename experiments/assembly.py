@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir, load_tokenizer
 from datasets import Dataset
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.loggers import CSVLogger
@@ -33,6 +33,7 @@ from dapo_pl.data.sources import Split
 from dapo_pl.data.worked_examples import warm_start_examples
 from dapo_pl.errors import UserError
 from dapo_pl.logs import JsonLinesLogger
+from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir, load_tokenizer
 from dapo_pl.module import DAPOModule
 from dapo_pl.policy import CausalPolicy
 from dapo_pl.rollout.engine import Engine, Sampling
@@ -56,7 +57,7 @@ class Plan:
     sampling: Sampling
     evaluation: EvaluationSettings
     warm_start: WarmStartSettings | None
-    examples: list[Example]
+    examples: Sequence[Example]
     model: str
     facts: ModelFacts
     tokenizer: PreTrainedTokenizerBase
@@ -93,25 +94,26 @@ def plan(config: DictConfig, directory: Path) -> Plan:
             f"the warm start needs a local directory and model.path is the hub name {model!r}: "
             "download it first, or set warm_start=none"
         )
-    prompts = [prepare_prompts(config, split, tokenizer) for split in problems]
+    train_prompts, evaluation_prompts = (prepare_prompts(config, split, tokenizer) for split in problems)
     return Plan(
-        config,
-        directory,
-        techniques,
-        settings,
-        sampling,
-        evaluation,
-        warm,
-        examples,
-        model,
-        facts,
-        tokenizer,
-        *prompts,
-        checkpoint,
+        config=config,
+        directory=directory,
+        techniques=techniques,
+        settings=settings,
+        sampling=sampling,
+        evaluation=evaluation,
+        warm_start=warm,
+        examples=examples,
+        model=model,
+        facts=facts,
+        tokenizer=tokenizer,
+        train_prompts=train_prompts,
+        evaluation_prompts=evaluation_prompts,
+        checkpoint=checkpoint,
     )
 
 
-def prepare_warm_start(config: DictConfig) -> tuple[WarmStartSettings | None, list[Example]]:
+def prepare_warm_start(config: DictConfig) -> tuple[WarmStartSettings | None, Sequence[Example]]:
     """Settings and worked examples, or None and none of them for `warm_start=none`."""
     options = OmegaConf.to_container(config.warm_start, resolve=True)
     assert isinstance(options, dict)
@@ -294,7 +296,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
 
 
 def run_warm_start(
-    model: str, examples: list[Example], settings: WarmStartSettings, config: DictConfig, status: StatusLine
+    model: str, examples: Sequence[Example], settings: WarmStartSettings, config: DictConfig, status: StatusLine
 ) -> str:
     """The warm-started model's directory, made now or found in the cache."""
     start = time.perf_counter()

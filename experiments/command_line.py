@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import functools
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -19,6 +22,7 @@ from dapo_pl.errors import UserError, nearest
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
 LAST = "last.ckpt"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 
 
 def run_directory(output_dir: str, job: str, name: str, ckpt_path: str | None) -> str:
@@ -43,13 +47,14 @@ def register_resolvers() -> None:
 
 def check_overrides(arguments: list[str], config_name: str = "config") -> None:
     """Refuse an unknown key or option of the command line with the nearest known one."""
-    overrides = [a for a in arguments if not a.startswith("-") or "=" in a]
+    # Hydra's own options: those with a value take the next word, and none of them is an override.
+    overrides = get_args_parser().parse_args(arguments).overrides
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise UserError(f"cannot read the command line: {str(error).splitlines()[0]}") from error
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        plain = compose(config_name, return_hydra_config=True)
+        plain = compose(config_name)
         repository = GlobalHydra.instance().config_loader()
         groups = repository.list_groups("")
         chosen = []
@@ -57,7 +62,7 @@ def check_overrides(arguments: list[str], config_name: str = "config") -> None:
             key = (override.key_or_group or "").lstrip("/")
             if override.is_add() or override.is_delete() or key.startswith("hydra"):
                 continue
-            if key in groups and "." not in key:
+            if key in groups:
                 options = repository.get_group_options(key)
                 for option in _options(override):
                     if option not in options and option not in (None, "null"):
@@ -65,7 +70,7 @@ def check_overrides(arguments: list[str], config_name: str = "config") -> None:
                 if not override.is_sweep_override():
                     chosen.append(text)
         # Keys are judged in the config that the chosen options give: each option has keys of its own.
-        full = compose(config_name, overrides=chosen, return_hydra_config=True) if chosen else plain
+        full = compose(config_name, overrides=chosen) if chosen else plain
         for override in parsed:
             key = (override.key_or_group or "").lstrip("/")
             if override.is_add() or override.is_delete() or key in groups or key.startswith("hydra"):
@@ -84,7 +89,8 @@ def _check_key(config: DictConfig, key: str, groups: list[str]) -> None:
     node: Any = config
     parts = key.split(".")
     for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig) or part not in node:
+        # `in` is False for a mandatory value that is not given yet; the key is known all the same.
+        if not isinstance(node, DictConfig) or part not in list(node):
             known = [name for name in node if name != "hydra"] if isinstance(node, DictConfig) else []
             if depth == 0:
                 known = sorted({*known, *groups} - {"hydra"})
@@ -100,12 +106,29 @@ def _check_key(config: DictConfig, key: str, groups: list[str]) -> None:
 def entry_point(main: Callable[[], object], config_name: str = "config") -> None:
     """Run a Hydra main: mistakes a user can cure end as one sentence and status 2."""
     register_resolvers()
+    options = get_args_parser().parse_args(sys.argv[1:])
     try:
-        if not {"--help", "-h", "--hydra-help", "--version"} & set(sys.argv[1:]):
+        if not (options.help or options.hydra_help or options.info):
             check_overrides(sys.argv[1:], config_name)
+            if not options.cfg:
+                check_writable(options.overrides)
         main()
     except UserError as error:
         fail(error)
+
+
+def check_writable(overrides: list[str]) -> None:
+    """Hydra makes the run directory before the job starts; say beforehand when it cannot."""
+    named = [text.partition("=")[2] for text in overrides if text.startswith("output_dir=")]
+    directory = Path(named[-1] if named else "outputs")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b" ")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to output_dir={directory}: {error.strerror}; set output_dir to a writable place with room"
+        ) from error
 
 
 def fail(error: UserError) -> None:
@@ -123,5 +146,14 @@ def reports_user_errors(task: Callable[[DictConfig], Any]) -> Callable[[DictConf
             return task(config)
         except UserError as error:
             return fail(error)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return fail(
+                UserError(
+                    f"cannot write {error.filename or config.output_dir}: {error.strerror}; free space or set "
+                    "output_dir, then go on with ckpt_path=last if a checkpoint was written"
+                )
+            )
 
     return wrapped

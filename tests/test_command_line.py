@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from dapo_pl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 TINY = ["model=tiny", "engine=transformers", "logger=none", "warm_start=none"]
@@ -70,7 +73,22 @@ def test_unknown_keys_and_options_suggest_the_nearest(tmp_path: Path, arguments:
     ],
 )
 def test_impossible_settings(tmp_path: Path, arguments: list[str], words: str) -> None:
-    assert words in refused(tmp_path, *TINY, *arguments)
+    assert words in planned(tmp_path, *TINY, *arguments)
+
+
+def planned(tmp_path: Path, *overrides: str) -> str:
+    """The sentence with which checking refuses; no weights are loaded on the way."""
+    from hydra import compose, initialize_config_dir
+
+    from experiments.assembly import plan
+    from experiments.command_line import CONFIG_DIR, register_resolvers
+
+    register_resolvers()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        config = compose("config", overrides=list(overrides))
+    with pytest.raises(UserError) as refusal:
+        plan(config, tmp_path)
+    return str(refusal.value)
 
 
 def problem_line(**changes: object) -> str:
@@ -100,7 +118,7 @@ def test_data_files_that_cannot_be_used_are_named(tmp_path: Path, content: str |
     path = tmp_path / "problems.jsonl"
     if content is not None:
         path.write_text(content)
-    message = refused(tmp_path, *TINY, "data=file", f"data.path={path}", f"data.evaluation_path={path}")
+    message = planned(tmp_path, *TINY, "data=file", f"data.path={path}", f"data.evaluation_path={path}")
     assert words in message
     assert "problems" in message
 
@@ -112,10 +130,17 @@ def test_model_directory_without_tokenizer(tmp_path: Path, tiny_model: str) -> N
     shutil.copytree(tiny_model, broken)
     (broken / "tokenizer.json").unlink()
     (broken / "tokenizer_config.json").unlink()
-    message = refused(
+    message = planned(
         tmp_path, "model=hf", f"model.path={broken}", "data=chain_sum", "engine=transformers", "warm_start=none"
     )
     assert "tokenizer" in message
+
+
+def test_a_refusal_as_a_user_sees_it(tmp_path: Path) -> None:
+    message = refused(
+        tmp_path, *TINY, "data=file", "data.path=/no/problems.jsonl", "data.evaluation_path=/no/x.jsonl"
+    )
+    assert "/no/problems.jsonl" in message
 
 
 def test_vllm_missing_names_the_extra(tmp_path: Path) -> None:
@@ -139,8 +164,33 @@ def test_unwritable_output_directory(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_checkpoint_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
+    """A real process under a file size limit, which fails as a full disk does; the one before stays whole."""
+    code = """
+import resource, signal, sys, torch
+from pathlib import Path
+from callbacks.checkpoint import AtomicCheckpointIO
+from dapo_pl.errors import UserError
+path = Path(sys.argv[1])
+AtomicCheckpointIO().save_checkpoint({"w": torch.zeros(10)}, path)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    AtomicCheckpointIO().save_checkpoint({"w": torch.zeros(1_000_000)}, path)
+except UserError as error:
+    print(error)
+"""
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
+    )
+    assert str(path) in result.stdout
+    assert "Free space" in result.stdout
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
+    assert torch.load(path, weights_only=True)["w"].shape == (10,)
+
+
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
-    from dapo_pl.errors import UserError
     from experiments.records import claim
 
     with claim(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):

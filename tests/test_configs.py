@@ -73,6 +73,8 @@ def test_technique_options_are_the_rows_of_table_1(option: str, names: set[str])
 def test_tiny_brings_its_own_problems_and_an_explicit_choice_wins() -> None:
     config = composed("model=tiny")
     assert config.data.template == "{question}"
-    assert prepare_warm_start(config)[0].precision == "fp32"
+    settings, _ = prepare_warm_start(config)
+    assert settings is not None
+    assert settings.precision == "fp32"
     assert composed("model=tiny", "data=word_problems").data.tasks.leg_counting.weight == 1
     assert composed("model=tiny", "rollout.steps=3").rollout.steps == 3

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,8 +105,8 @@ def test_smollm2_is_the_model_it_is_named_after(smollm2: str) -> None:
 
 
 def test_smollm2_speaks(smollm2: str) -> None:
-    tokenizer = load_tokenizer(smollm2)
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
+    tokenizer: Any = load_tokenizer(smollm2)
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,

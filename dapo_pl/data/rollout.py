@@ -69,7 +69,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def sync(self) -> float:
         """Give the engine the module's weights unless it has them; seconds taken."""
-        module = self.trainer.lightning_module  # pyright: ignore[reportOptionalMemberAccess]
+        module: Any = self.trainer.lightning_module  # pyright: ignore[reportOptionalMemberAccess]
         engine = self.sampler.engine
         if engine.policy_version == module.policy_version:
             return 0.0

@@ -62,7 +62,8 @@ class TinyModel:
 
     def _make(self, directory: Path) -> None:
         tokenizer = byte_tokenizer()
-        end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
+        vocabulary = tokenizer.get_vocab()
+        end, pad = vocabulary[END], vocabulary[PAD]
         config = Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -73,7 +74,8 @@ class TransformersEngine:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._queue: dict[str, tuple[Sequence[int], Sampling, int]] = {}
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+        network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self._model = network.eval()
         if torch.cuda.is_available():
             self._model = self._model.cuda()
 

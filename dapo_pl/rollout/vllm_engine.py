@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,10 +107,11 @@ class VLLMEngine:
         if not self._in_flight:
             return []
         finished: list[tuple[str, Response]] = []
-        for output in self._llm.llm_engine.step():
+        outputs: list[Any] = self._llm.llm_engine.step()
+        for output in outputs:
             if not output.finished:
                 continue
-            completion = output.outputs[0]  # pyright: ignore[reportAttributeAccessIssue]
+            completion = output.outputs[0]
             token_ids = list(completion.token_ids)
             self.tokens_generated += len(token_ids)
             self._in_flight.discard(output.request_id)
