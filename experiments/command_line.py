@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import errno
 import functools
+import hashlib
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,7 +33,11 @@ def run_directory(output_dir: str, job: str, name: str, ckpt_path: str | None) -
     The name is the command's overrides without `ckpt_path` and `output_dir`, so the same command with
     `ckpt_path=last` finds the run it is to go on with.
     """
-    home = Path(output_dir) / f"{job}s" / (name.replace("/", "_")[:150] or "default")
+    # Only characters that Hydra takes unquoted: the directory will be typed after model.path= and ckpt_path=.
+    slug = re.sub(r"[^\w+.-]", "-", name.replace(",", "_").replace("=", "-"))
+    if len(slug) > 120:
+        slug = f"{slug[:110]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    home = Path(output_dir) / f"{job}s" / (slug or "default")
     if ckpt_path == "last":
         earlier = sorted(home.glob(f"*/checkpoints/{LAST}"))
         if earlier:

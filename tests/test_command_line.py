@@ -208,3 +208,25 @@ def test_help_and_cfg_say_what_runs() -> None:
     helped = run("--help")
     assert helped.returncode == 0
     assert "Clip-Higher" in helped.stdout
+
+
+def test_run_directories_are_named_by_the_command_and_can_be_typed_back(tmp_path: Path) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from experiments.command_line import run_directory
+
+    name = "model=tiny,technique=[clip_higher,token_level_loss],model.path=/a b/c,seed=2"
+    first = Path(run_directory(str(tmp_path), "run", name, None))
+    parsed = OverridesParser.create().parse_override(f"ckpt_path={first}")
+    assert parsed.value() == str(first)
+    assert not parsed.is_sweep_override()
+    assert run_directory(str(tmp_path), "run", name + "0" * 300, None) != str(first)
+
+    # `last` is the newest directory of the same command with a checkpoint in it.
+    for time, kept in (("2026-01-01_00-00-00", True), ("2026-01-02_00-00-00", True), ("2026-01-03_00-00-00", False)):
+        directory = first.parent / time / "checkpoints"
+        directory.mkdir(parents=True)
+        if kept:
+            (directory / "last.ckpt").touch()
+    assert Path(run_directory(str(tmp_path), "run", name, "last")).name == "2026-01-02_00-00-00"
+    assert Path(run_directory(str(tmp_path), "run", "seed=3", "last")).parent != first.parent

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ from dapo_pl.errors import UserError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+# What changes the function that weights of the same names and shapes compute.
+COMPUTATION = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+)
 
 
 def default_cache_dir() -> Path:
@@ -29,31 +39,41 @@ def default_cache_dir() -> Path:
 
 
 @contextmanager
-def whole_directory(target: Path, cure: str) -> Iterator[Path]:
+def whole_directory(target: Path, cure: str, *, replace: bool = True) -> Iterator[Path]:
     """A directory to write into that becomes `target` at the end, or vanishes if anything goes wrong.
 
     Args:
-        target: replaced if it exists.
+        target: what it becomes.
         cure: what to do when the disk refuses, for the message.
+        replace: whether a `target` that is there by then gives way; otherwise it stays and the new one vanishes.
     """
-    draft = target.with_name(f".{target.name}-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
     try:
-        draft.mkdir(parents=True)
-        yield draft
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror or error}; {cure}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as place:
+            draft = Path(place) / target.name  # one level down: the temporary directory itself is closed to others
+            draft.mkdir()
+            yield draft
+            if replace:
+                shutil.rmtree(target, ignore_errors=True)
+            try:
+                draft.rename(target)
+            except OSError:
+                if replace or not target.is_dir():
+                    raise
+    except Exception as error:
+        # safetensors and tokenizers raise exceptions of their own for a full disk, ending in "(os error 28)".
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        raise UserError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}; {cure}") from error
 
 
-def cached_directory(cache_dir: str | Path | None, name: str, make: Callable[[Path], None]) -> Path:
+def cached_directory(cache_dir: str | Path | None, name: str, make: Callable[[Path], object]) -> Path:
     """`cache_dir/name`, made once by `make(draft directory)`."""
-    target = Path(cache_dir or default_cache_dir()) / name
+    target = Path(cache_dir or default_cache_dir()).expanduser() / name
     if not target.is_dir():
-        with whole_directory(target, "free space or set model.cache_dir to a writable place") as draft:
+        cure = "free space or set model.cache_dir to a writable place"
+        # Of two processes that make it at once the first one's stays: it may be being read already.
+        with whole_directory(target, cure, replace=False) as draft:
             make(draft)
     return target
 
@@ -64,21 +84,32 @@ class HubOrDirectory:
 
     path: str
 
+    @property
+    def name(self) -> str:
+        """The path's last part."""
+        return Path(self.path).name
+
     def prepare(self) -> str:
-        """The path as it is; `check_model` judges it."""
-        return str(self.path)
+        """The path as it is, but for a leading ~, which no shell expands there; `check_model` judges it."""
+        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """What a model's files say without its weights.
 
+    `vocabulary` counts the rows of the embedding. `end_ids` are the tokenizer's end token and those that
+    generation_config.json adds. `pad_id` is the end token where the tokenizer has no padding token.
     `fingerprint` is a hash of the architecture and the vocabulary: two models with the same one can exchange
     checkpoints.
     """
 
     architecture: str
     vocabulary: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
     head_dim: int
     max_position_embeddings: int
     parameters: int
@@ -87,7 +118,7 @@ class ModelFacts:
     fingerprint: str
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a sentence when there is none or it has no end token."""
     directory = Path(path)
     # For a directory without tokenizer files transformers makes up an empty tokenizer of the model's class.
@@ -109,17 +140,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_model(path: str) -> ModelFacts:
+def check_model(path: str | Path) -> ModelFacts:
     """Facts about a transformers directory or hub name; `UserError` for what would fail later."""
-    directory = Path(path)
+    path, directory = str(path), Path(path)
     looks_local = directory.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
     if looks_local and not directory.is_dir():
         raise UserError(f"model.path: there is no directory {path}; name a transformers directory or a hub name")
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise UserError(f"model.path: {path} has no config.json, so it is no transformers directory")
-        if not any((directory / name).is_file() for name in WEIGHTS):
-            raise UserError(f"model.path: {path} has no weights (model.safetensors or pytorch_model.bin)")
+        _check_weights(directory)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -128,8 +158,16 @@ def check_model(path: str) -> ModelFacts:
             "transformers directory or a hub name that can be reached"
         ) from error
     tokenizer = load_tokenizer(path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        heads, positions = text.num_attention_heads, text.max_position_embeddings
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"model.path: {path} is a {config.model_type} model; choose a decoder with attention that "
+            "AutoModelForCausalLM loads (Qwen2, Llama and the like)"
+        ) from error
     try:
         stated = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
@@ -137,21 +175,45 @@ def check_model(path: str) -> ModelFacts:
     stated = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
     end_ids = tuple(dict.fromkeys([int(tokenizer.eos_token_id), *stated]))  # pyright: ignore[reportArgumentType]
     # Padding is masked wherever it stands, so the end token serves where there is none of its own.
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
+    pad = tokenizer.pad_token_id
+    pad_id = end_ids[0] if pad is None else int(pad)  # pyright: ignore[reportArgumentType]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if max(*end_ids, pad_id) >= vocabulary:
+        raise UserError(
+            f"model {path}: the ids of the end and padding tokens, {[*end_ids, pad_id]}, go beyond the {vocabulary} "
+            "tokens the model knows; put the model's own tokenizer.json and tokenizer_config.json there"
+        )
     return ModelFacts(
         architecture=type(model).__name__,
-        vocabulary=model.get_input_embeddings().num_embeddings,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.max_position_embeddings,
+        vocabulary=vocabulary,
+        hidden_size=text.hidden_size,
+        layers=text.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        max_position_embeddings=positions,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         end_ids=end_ids,
-        pad_id=int(pad_id),  # pyright: ignore[reportArgumentType]
-        fingerprint=_fingerprint(model, tokenizer),
+        pad_id=pad_id,
+        fingerprint=_fingerprint(model, text, tokenizer),
     )
 
 
-def _fingerprint(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+def _check_weights(directory: Path) -> None:
+    file = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
+    if file is None:
+        raise UserError(f"model.path: {directory} has no weights (model.safetensors or pytorch_model.bin)")
+    if file.suffix == ".json":
+        shards = set(json.loads(file.read_text())["weight_map"].values())
+        if absent := sorted(shard for shard in shards if not (directory / shard).is_file()):
+            raise UserError(
+                f"model.path: {directory} lacks {absent[0]}, a part of the weights that {file.name} lists: copy it"
+            )
+
+
+def _fingerprint(model: Any, config: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     shapes = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    computation = [getattr(config, name, None) for name in COMPUTATION]
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    text = json.dumps([type(model).__name__, shapes, vocabulary])
+    text = json.dumps([type(model).__name__, shapes, computation, vocabulary], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SMALLEST_HEAD = 32  # vLLM's attention on a CPU takes no smaller one
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's attention on a CPU takes no others
 
 
 @dataclass
@@ -43,22 +43,30 @@ class TinyModel:
     max_position_embeddings: int = 512
 
     def __post_init__(self) -> None:
+        for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "max_position_embeddings"):
+            if getattr(self, key) < 1:
+                raise UserError(f"model.{key} is {getattr(self, key)}; it must be at least 1")
         if self.hidden_size % self.heads or self.heads % self.kv_heads:
             raise UserError(
                 f"model.hidden_size {self.hidden_size} must be a multiple of model.heads {self.heads}, and that of "
                 f"model.kv_heads {self.kv_heads}"
             )
-        if self.hidden_size // self.heads < SMALLEST_HEAD:
+        if self.hidden_size // self.heads not in HEAD_SIZES:
             raise UserError(
-                f"model.hidden_size / model.heads is {self.hidden_size // self.heads}, below {SMALLEST_HEAD}, the "
-                "smallest head vLLM runs on a CPU: use fewer heads"
+                f"model.hidden_size / model.heads is {self.hidden_size // self.heads}, and on a CPU vLLM runs only "
+                f"heads of {', '.join(map(str, HEAD_SIZES))}: change model.heads or model.hidden_size"
             )
+
+    @property
+    def name(self) -> str:
+        """`tiny-` and a hash of the settings."""
+        settings = {name: value for name, value in asdict(self).items() if name != "cache_dir"}
+        digest = hashlib.sha256(json.dumps([settings, SPECIAL, TEMPLATE]).encode()).hexdigest()[:12]
+        return f"tiny-{digest}"
 
     def prepare(self) -> Path:
         """The directory, made if it is not there."""
-        settings = {name: value for name, value in asdict(self).items() if name != "cache_dir"}
-        digest = hashlib.sha256(json.dumps([settings, SPECIAL, TEMPLATE]).encode()).hexdigest()[:12]
-        return cached_directory(self.cache_dir, f"tiny-{digest}", self._make)
+        return cached_directory(self.cache_dir, self.name, self._make)
 
     def _make(self, directory: Path) -> None:
         tokenizer = byte_tokenizer()
@@ -85,7 +93,10 @@ class TinyModel:
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
-    """One token per byte: `decode(encode(x)) == x` for any text, and a response's length is that of its text.
+    """One token per byte, and one per special token: `decode(encode(x)) == x` for any text.
+
+    (Any in Unicode's composed form, NFC: Qwen2's normalisation composes the rest.) No byte is unknown, so
+    `unk_token` is never used.
 
     It is Qwen2's own tokenizer without merges, because transformers loads a Qwen2 model's tokenizer as that
     class whatever the files say.
