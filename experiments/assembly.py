@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from dapo_pl.module import DAPOModule
 from dapo_pl.policy import CausalPolicy
 from dapo_pl.rollout.engine import Engine, Sampling
 from dapo_pl.rollout.ledger import CostLedger
-from dapo_pl.rollout.sampler import PromptOrder, RolloutSettings, Sampler
+from dapo_pl.rollout.sampler import PromptOrder, RolloutInterrupted, RolloutSettings, Sampler
 from dapo_pl.rollout.types import Prompt
 from dapo_pl.seams import Seams
 from dapo_pl.warm_start import Example, WarmStartSettings, warm_start
@@ -225,7 +225,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
     start = time.perf_counter()
     model = plan.model
     if plan.warm_start is not None:
-        model = run_warm_start(model, plan.examples, plan.warm_start, config, status)
+        model = run_warm_start(model, plan.examples, plan.warm_start, config, status, stop)
     warm_start_seconds = time.perf_counter() - start
 
     status.say("loading the model")
@@ -296,12 +296,19 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
 
 
 def run_warm_start(
-    model: str, examples: Sequence[Example], settings: WarmStartSettings, config: DictConfig, status: StatusLine
+    model: str,
+    examples: Sequence[Example],
+    settings: WarmStartSettings,
+    config: DictConfig,
+    status: StatusLine,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
     """The warm-started model's directory, made now or found in the cache."""
     start = time.perf_counter()
 
     def on_step(step: int, loss: float) -> None:
+        if should_stop():
+            raise RolloutInterrupted
         left = (time.perf_counter() - start) / step * (settings.steps - step)
         text = f"warm start {step}/{settings.steps}  loss {loss:.3f}  | about {left:.0f} s left"
         if step % max(1, settings.steps // 5) == 0:

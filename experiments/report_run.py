@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dapo_pl.evaluation import paired_difference, per_problem_avg_at_k
-
 from callbacks.progress import duration
+from dapo_pl.evaluation import paired_difference, per_problem_avg_at_k
 
 if TYPE_CHECKING:
     from experiments.assembly import Plan, Run
@@ -15,13 +14,15 @@ if TYPE_CHECKING:
 def summarise(run: Run, plan: Plan, total_seconds: float) -> dict[str, Any]:
     """Everything the final table shows, as plain values for `summary.json`."""
     steps = plan.settings.steps
-    before, after = run.evaluation.results[0], run.evaluation.results[steps]
+    first = min(run.evaluation.results)
+    before, after = run.evaluation.results[first], run.evaluation.results[steps]
     difference = paired_difference(per_problem_avg_at_k(before.correct), per_problem_avg_at_k(after.correct))
     cost = run.data.ledger.compute()
     phases = {name: cost[f"{name}_seconds"] for name in ("generation", "update", "sync", "evaluation")}
     return {
         "samples": plan.evaluation.samples,
         "problems": len(plan.evaluation_prompts),
+        "first_step": first,
         "steps": steps,
         "seed": plan.config.seed,
         "techniques": [technique.name for technique in plan.techniques],
@@ -51,13 +52,15 @@ def final_table(summary: dict[str, Any]) -> str:
     k = summary["samples"]
     before, after, difference = summary["before"], summary["after"], summary["difference"]
 
+    before_label = f"after {summary['first_step']} steps" if summary["first_step"] else "before"
+
     def cell(values: dict[str, float], name: str) -> str:
         low, high = values[f"{name}_low"], values[f"{name}_high"]
         return f"{100 * values[name]:5.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
     rows = [
         f"accuracy on {summary['problems']} held-out problems, percent [95% interval over problems]",
-        f"  {'':8} {'before':>22} {'after ' + str(summary['steps']) + ' steps':>22}",
+        f"  {'':8} {before_label:>22} {'after ' + str(summary['steps']) + ' steps':>22}",
     ]
     for name in (f"avg@{k}", f"pass@{k}", f"cons@{k}"):
         rows.append(f"  {name:8} {cell(before, name):>22} {cell(after, name):>22}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
+import sys
 import time
 from pathlib import Path
 
@@ -41,9 +43,9 @@ def main(config: DictConfig) -> None:
     checked = plan(config, directory)
     stop = StopRequest()
     stop.install()
-    run = build(checked, stop, status, record)
-    resume = f"{HydraConfig.get().job.name}.py {' '.join(HydraConfig.get().overrides.task)} ckpt_path=last"
+    run = None
     try:
+        run = build(checked, stop, status, record)
         run.trainer.fit(
             run.module,
             datamodule=run.data,
@@ -54,13 +56,17 @@ def main(config: DictConfig) -> None:
     except RolloutInterrupted:
         stopped = True
     finally:
-        run.engine.close()
-    if stopped:
-        at = f"after step {run.data.step} of {checked.settings.steps}"
-        if (directory / "checkpoints" / "last.ckpt").exists():
-            status.say(f"stopped {at}; go on with: python experiments/{resume}")
+        if run is not None:
+            run.engine.close()
+    if stopped or run is None:
+        if run is not None and (directory / "checkpoints" / "last.ckpt").exists():
+            again = shlex.join(word for word in sys.argv[1:] if not word.startswith("ckpt_path="))
+            status.say(
+                f"stopped after step {run.data.step} of {checked.settings.steps}; "
+                f"go on with: python {sys.argv[0]} {again} ckpt_path=last"
+            )
         else:
-            status.say(f"stopped {at}, before there was anything to save")
+            status.say("stopped before there was anything to save")
         raise SystemExit(STOPPED)
 
     export = directory / "model"

@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
+
+# The shapes in signatures are checked on every call; the modules must not have been imported before.
+install_import_hook(["dapo_pl.objective", "dapo_pl.policy", "dapo_pl.rewards"], "beartype.beartype")
 
 # Two engines and a trainer share two cores in these tests; more threads only wait for each other.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

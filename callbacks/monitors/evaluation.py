@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from dapo_pl.evaluation import EvaluationResult
 
 from callbacks.progress import StatusLine
 from dapo_pl.data.collate import RolloutBatch
 from dapo_pl.data.rollout import RolloutDataModule
 from dapo_pl.errors import UserError
+from dapo_pl.evaluation import EvaluationResult
 from dapo_pl.rollout.engine import Engine, Sampling
 from dapo_pl.rollout.evaluate import evaluate
 from dapo_pl.rollout.types import Prompt
@@ -68,11 +68,19 @@ class EvaluationMonitor(L.Callback):
         self.results: dict[int, EvaluationResult] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for path in sorted(self.directory.glob("step_*.json")):
-            self.results[int(path.stem.removeprefix("step_"))] = EvaluationResult.from_json(path)
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        # A run stopped during an evaluation makes it up here.
-        self._evaluate_if_due(trainer, data.step)
+        for path in sorted(self.directory.glob("step_*.json")):
+            step = int(path.stem.removeprefix("step_"))
+            if step <= data.step:
+                self.results[step] = EvaluationResult.from_json(path)
+            else:  # of steps that will be trained again
+                path.unlink()
+        # A run stopped during an evaluation makes it up here; one that starts from another run's checkpoint
+        # takes that for its "before".
+        if self.results:
+            self._evaluate_if_due(trainer, data.step)
+        else:
+            self.evaluate(trainer, data.step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int

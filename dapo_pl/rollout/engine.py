@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -33,10 +33,6 @@ class Sampling:
             raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.max_tokens < 1:
             raise UserError(f"max_tokens is {self.max_tokens}; a response has at least one token")
-
-    def with_changes(self, **changes: float | bool) -> Sampling:
-        """A copy with some fields replaced."""
-        return replace(self, **changes)
 
 
 class Engine(Protocol):
