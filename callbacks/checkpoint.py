@@ -86,7 +86,7 @@ class RolloutCheckpoint(L.Callback):
         self.path = directory / "last.ckpt"
         self.every_n_steps = every_n_steps
         self.stop = stop
-        self.saved_step = 0
+        self.saved_step = -1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -214,9 +215,12 @@ class UpdateStatistics:
         self._add("gap", (engine - log_probs)[compared].abs().sum())
 
     def means(self) -> dict[str, float]:
-        """By the platform's metric names; a mean over nothing is left out."""
+        """By the platform's metric names; a mean over nothing is NaN.
+
+        Leaving it out would not do: Lightning repeats the last value of a name that a step does not log.
+        """
         sums = self.sums
-        steps = max(1, len(self.grad_norms))
+        steps = len(self.grad_norms)
         parts = {
             "objective/clip_high_share": ("clip_high", "tokens"),
             "objective/clip_low_share": ("clip_low", "tokens"),
@@ -227,8 +231,9 @@ class UpdateStatistics:
             "rollout/generation_probability_mean": ("probability", "written"),
             "engine/log_prob_gap_mean": ("gap", "compared"),
         }
-        means = {name: sums[top] / sums[bottom] for name, (top, bottom) in parts.items() if sums.get(bottom)}
-        if self.grad_norms:
-            means["objective/loss"] = sums["loss"] / steps
-            means["policy/grad_norm"] = sum(self.grad_norms) / steps
+        means = {
+            name: sums[top] / sums[bottom] if sums.get(bottom) else math.nan for name, (top, bottom) in parts.items()
+        }
+        means["objective/loss"] = sums["loss"] / steps if steps else math.nan
+        means["policy/grad_norm"] = sum(self.grad_norms) / steps if steps else math.nan
         return means

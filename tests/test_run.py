@@ -132,11 +132,11 @@ def test_aim_holds_the_curves_and_the_samples(smoke: tuple[Path, str]) -> None:
     assert run_["hparams", "config", "rollout", "steps"] == 2
     curves = {metric.name: metric for metric in run_.metrics()}
     logged = {row["step"]: row["rollout/reward_mean"] for row in read_metrics(directory / "metrics.jsonl")[1:3]}
-    steps, values = curves["rollout/reward_mean"].values.sparse_numpy()
-    assert dict(zip(steps.tolist(), values.tolist(), strict=True)) == pytest.approx(logged)
+    frame = curves["rollout/reward_mean"].dataframe()
+    assert dict(zip(frame["step"].tolist(), frame["value"].tolist(), strict=True)) == pytest.approx(logged)
     assert any(name.startswith("eval/heldout/avg@2") for name in curves)
     for label in ("best", "worst", "longest"):
-        assert run_.get_text("samples", Context({"label": label})) is not None
+        assert run_.get_text_sequence("samples", Context({"label": label})) is not None
 
 
 @pytest.mark.parametrize("moment", ["step 2/4", "step_000000"])

@@ -160,7 +160,10 @@ class Sampler:
         self.recent = deque(state["recent"], maxlen=self.recent.maxlen)
 
     def sample(self) -> Rollout:
-        """Generate until N groups are accepted or the budget is used up. The cursor moves only on success."""
+        """Generate until N groups are accepted or the budget is used up.
+
+        Nothing a checkpoint holds changes before the step is complete, so an interrupted one leaves no trace.
+        """
         start = time.perf_counter()
         tokens_before = self.engine.tokens_generated
         settings = self.settings
@@ -173,7 +176,8 @@ class Sampler:
         drawn = 0
         try:
             while len(accepted) < wanted and len(examined) < budget:
-                while drawn < budget and self._room(wanted - len(accepted), pending, complete):
+                share = self._accepted_share(accepted, examined)
+                while drawn < budget and self._room(wanted - len(accepted), share, pending, complete):
                     index = self.cursor + drawn
                     pending[index] = {}
                     self._submit(index)
@@ -188,8 +192,7 @@ class Sampler:
                 while len(accepted) < wanted and self.cursor + len(examined) in complete:
                     group = complete.pop(self.cursor + len(examined))
                     examined.append(group)
-                    self.recent.append(self.seams.group_filter(group))
-                    if self.recent[-1]:
+                    if self.seams.group_filter(group):
                         accepted.append(group)
                 seconds = time.perf_counter() - start
                 self.on_progress(
@@ -204,11 +207,17 @@ class Sampler:
         shortfall = "" if len(accepted) == wanted else self._shortfall(accepted, examined)
         fates = _fates(accepted, examined, complete, pending, cut_off, settings.group_size)
         self.cursor += len(examined)
+        self.recent.extend(self.seams.group_filter(group) for group in examined)
         return Rollout(accepted, examined, fates, time.perf_counter() - start, shortfall)
 
-    def _room(self, needed: int, pending: dict[int, dict[int, Response]], complete: dict[int, Group]) -> bool:
+    def _accepted_share(self, accepted: list[Group], examined: list[Group]) -> float:
+        """Of this step's groups and the recent ones before it; 1 when nothing is known yet."""
+        return (sum(self.recent) + len(accepted) + 1) / (len(self.recent) + len(examined) + 1)
+
+    def _room(
+        self, needed: int, share: float, pending: dict[int, dict[int, Response]], complete: dict[int, Group]
+    ) -> bool:
         """Whether another prompt should be in flight, going by the recent share of accepted groups."""
-        share = (sum(self.recent) + 1) / (len(self.recent) + 1)
         ahead = sum(self.seams.group_filter(group) for group in complete.values())
         target = math.ceil((needed - ahead) / share)
         return len(pending) < min(target, max(1, self.max_in_flight // self.settings.group_size))

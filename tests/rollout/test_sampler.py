@@ -141,10 +141,10 @@ def test_interrupting_changes_nothing_the_next_step_depends_on() -> None:
     engine = ScriptedEngine(script(4))
     sampler = make_sampler(engine)
     calls = itertools.count()
-    sampler.should_stop = lambda: next(calls) == 5
+    sampler.should_stop = lambda: next(calls) == 12
     with pytest.raises(RolloutInterrupted):
         sampler.sample()
-    assert sampler.cursor == 0
+    assert sampler.state_dict() == {"cursor": 0, "recent": []}
     assert engine.step() == []
     expected = make_sampler(ScriptedEngine(script(4))).sample()
     assert [group.index for group in sampler.sample().accepted] == [group.index for group in expected.accepted]
