@@ -32,6 +32,7 @@ Example = tuple[Sequence[Any], str]
 class WarmStartSettings:
     """How long and how fast to imitate.
 
+    `seed` and `direct_share` (examples that state the answer without steps) choose the examples.
     `learning_rate` rises over the first tenth of the steps and then falls linearly to a tenth. `precision` is
     `bf16` (autocast, fp32 weights) or `fp32`.
     """
@@ -40,12 +41,15 @@ class WarmStartSettings:
     batch_size: int
     learning_rate: float
     seed: int = 0
+    direct_share: float = 0.0
     precision: str = "bf16"
     max_tokens_per_micro_batch: int = 4096
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
             raise UserError("warm_start.steps and warm_start.batch_size must be at least 1; warm_start=none skips it")
+        if not 0 <= self.direct_share <= 1:
+            raise UserError(f"warm_start.direct_share is {self.direct_share}; it is a share, from 0 to 1")
         if self.precision not in ("bf16", "fp32"):
             raise UserError(f"warm_start.precision is {self.precision!r}; known are bf16, fp32")
 

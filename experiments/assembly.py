@@ -121,7 +121,8 @@ def prepare_warm_start(config: DictConfig) -> tuple[WarmStartSettings | None, Se
         return None, []
     settings = WarmStartSettings(**options)  # pyright: ignore[reportCallIssue]
     size = settings.steps * settings.batch_size
-    return settings, warm_start_examples(instantiate(config.data), size, settings.seed)
+    source = instantiate(config.data)
+    return settings, warm_start_examples(source, size, settings.seed, settings.direct_share)
 
 
 def prepare_model(config: DictConfig) -> tuple[str, ModelFacts, PreTrainedTokenizerBase]:

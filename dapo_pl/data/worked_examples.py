@@ -60,9 +60,18 @@ def worked_example(task: str, item: Item, rng: random.Random, style: str | None 
     return "\n".join([*_worded(steps, rng), f"Answer: {answer}"])
 
 
-def warm_start_examples(source: PromptSource, size: int, seed: int) -> list[tuple[list[Message], str]]:
+def warm_start_examples(
+    source: PromptSource, size: int, seed: int, direct_share: float = 0.0
+) -> list[tuple[list[Message], str]]:
     """(prompt messages, worked response) pairs in the source's mix of tasks, none of them among its training
     or evaluation problems. Where a task has few problems they come again, mostly in other words.
+
+    Args:
+        source: the problems.
+        size: pairs.
+        seed: of their choice and wording.
+        direct_share: share of the responses that state the answer at once, without steps. A model warm-started
+            on both has two ways of answering, and reinforcement learning finds out which one pays.
 
     Raises:
         UserError: the source does not generate its problems, or one of its tasks has no worked examples.
@@ -80,6 +89,8 @@ def warm_start_examples(source: PromptSource, size: int, seed: int) -> list[tupl
     for task, item in source.draw("warm_start", size, seed, usable=usable, distinct=False):
         response = worked_example(task, item, rng, source.style(task))
         assert response is not None  # usable
+        if direct_share and rng.random() < direct_share:
+            response = response.rpartition("\n")[2]
         examples.append((fill_template(source.template, item["question"]), response))
     return examples
 

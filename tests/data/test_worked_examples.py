@@ -200,3 +200,16 @@ class TestWarmStart:
 
     def test_every_solver_is_tested(self):
         assert set(SOLVERS) == set(SETTINGS)
+
+
+def test_a_share_of_the_examples_states_the_answer_at_once():
+    source = GeneratedProblems({"chain_sum": {"style": "short"}}, train_size=1, evaluation_size=1)
+    worked = warm_start_examples(source, 400, seed=3)
+    assert all("\n" in response for _, response in worked)
+    mixed = warm_start_examples(source, 400, seed=3, direct_share=0.25)
+    direct = [response for _, response in mixed if "\n" not in response]
+    assert 70 <= len(direct) <= 130  # 100 expected, standard deviation 8.7
+    for (messages, response), (same, whole) in zip(mixed, worked, strict=True):
+        assert messages == same
+        assert whole.endswith(response)
+    assert all("\n" not in response for _, response in warm_start_examples(source, 20, seed=3, direct_share=1))
