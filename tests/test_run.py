@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def test_aim_holds_the_curves_and_the_samples(smoke: tuple[Path, str]) -> None:
     run_ = repo.get_run(kept["run_hash"])
     assert run_ is not None
     assert run_["hparams", "config", "rollout", "steps"] == 2
-    curves = {metric.name: metric for metric in run_.metrics()}
+    curves: dict[str, Any] = {metric.name: metric for metric in run_.metrics()}
     logged = {row["step"]: row["rollout/reward_mean"] for row in read_metrics(directory / "metrics.jsonl")[1:3]}
     frame = curves["rollout/reward_mean"].dataframe()
     assert dict(zip(frame["step"].tolist(), frame["value"].tolist(), strict=True)) == pytest.approx(logged)
