@@ -268,9 +268,12 @@ class CausalPolicy(nn.Module):
         states = self.model.base_model(
             input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.position_ids, use_cache=False
         ).last_hidden_state
+        # index_select, because the backward pass of states[row, column] adds up in an order that changes from
+        # run to run on a CPU, and the first tokens of a group share their state.
+        chosen = states.flatten(0, 1).index_select(0, batch.row * states.shape[1] + batch.column)
         head = self.model.get_output_embeddings()
         log_probs, entropies = token_log_probs(
-            states[batch.row, batch.column],
+            chosen,
             head.weight,
             batch.target,
             bias=head.bias,

@@ -48,6 +48,7 @@ class Seams:
     group_filter: Callable[[Group], bool] = every_group
     reward_terms: dict[str, RewardTerm] = field(default_factory=lambda: {"correctness": correctness})
     owners: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     NAMES: ClassVar[tuple[str, ...]] = (
         "clip_low",
@@ -70,7 +71,16 @@ class Seams:
         self._own(f"reward_terms.{name}", owner)
         self.reward_terms[name] = term
 
+    def forbid(self, seam: str, sentence: str, owner: str) -> None:
+        """Refuse, on behalf of `owner` and with its sentence, whatever else changes `seam`, before or after."""
+        self.refusals[seam] = (owner, sentence)
+        if self.owners.get(seam, owner) != owner:
+            raise UserError(sentence)
+
     def _own(self, seam: str, owner: str) -> None:
+        refuser, sentence = self.refusals.get(seam, (owner, ""))
+        if refuser != owner:
+            raise UserError(sentence)
         held = self.owners.setdefault(seam, owner)
         if held != owner:
             raise UserError(

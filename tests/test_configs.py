@@ -76,5 +76,5 @@ def test_tiny_brings_its_own_problems_and_an_explicit_choice_wins() -> None:
     settings, _ = prepare_warm_start(config)
     assert settings is not None
     assert settings.precision == "fp32"
-    assert composed("model=tiny", "data=word_problems").data.tasks.leg_counting.weight == 1
+    assert composed("model=tiny", "data=word_problems").data.tasks.chain_sum.min_terms == 3
     assert composed("model=tiny", "rollout.steps=3").rollout.steps == 3

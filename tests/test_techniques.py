@@ -99,8 +99,9 @@ def test_conflicts_are_one_sentence() -> None:
 
     with pytest.raises(UserError, match="ClipHigher and Other both change clip_high"):
         applied(ClipHigher(), Other())
-    with pytest.raises(UserError, match="keep_overlong_filtering=true"):
-        applied(OverlongFiltering(), SoftOverlongPunishment(10, 5, 10))
+    for pair in (OverlongFiltering(), SoftOverlongPunishment(10, 5, 10)), (ALL["reward_terms"], OverlongFiltering()):
+        with pytest.raises(UserError, match="keep_overlong_filtering=true"):
+            applied(*pair)
     applied(OverlongFiltering(), SoftOverlongPunishment(10, 5, 10, keep_overlong_filtering=True))
     with pytest.raises(UserError, match="can never act"):
         SoftOverlongPunishment(l_max=20480, l_cache=4096, max_tokens=80)

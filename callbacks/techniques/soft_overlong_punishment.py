@@ -10,7 +10,7 @@ from torch import Tensor
 from dapo_pl.errors import UserError
 from dapo_pl.rewards import overlong_penalty
 from dapo_pl.rollout.types import Response
-from dapo_pl.seams import Seams, every_response
+from dapo_pl.seams import Seams
 
 from .base import Technique
 
@@ -50,9 +50,11 @@ class SoftOverlongPunishment(Technique):
         return overlong_penalty(lengths, l_max=self.l_max, l_cache=self.l_cache)
 
     def apply(self, seams: Seams) -> None:
-        if seams.response_filter is not every_response and not self.keep_overlong_filtering:
-            raise UserError(
+        if not self.keep_overlong_filtering:
+            seams.forbid(
+                "response_filter",
                 "technique soft_overlong_punishment replaces overlong_filtering: remove the latter, or set "
-                "technique.soft_overlong_punishment.keep_overlong_filtering=true to keep both"
+                "technique.soft_overlong_punishment.keep_overlong_filtering=true to keep both",
+                self.name,
             )
         seams.add_reward("overlong_penalty", self.penalty, self.name)
