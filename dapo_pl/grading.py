@@ -1,42 +1,67 @@
 """Final answers: where a response states one, and whether it is the right integer.
 
-The last stated final answer counts, be it the rest of a line after "Answer:" (or the next line) or the
-content of a \\boxed{}. It must be one integer once typography is removed: LaTeX, markdown, thousands
-separators, a unit, the left side of an equation. Nothing in a response is ever evaluated, and the work is
-bounded whatever its length: only a window behind each of the last few markers is looked at.
+The last stated final answer counts, be it what follows "Answer:" on its line (or on the next line that says
+something) or the content of a \\boxed{}. It must be one integer once typography is removed: LaTeX, markdown,
+thousands separators, currency, a unit, the left sides of an equation. Nothing in a response is ever evaluated,
+nothing raises, and the work grows in proportion to the response's length.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import re
-import unicodedata
+from numbers import Integral, Real
 
-WINDOW = 300
-"""Characters behind a marker in which its answer must stand."""
+LONGEST = 1000
+"""Characters, digits and commas apart, that a statement may have; what is longer is a text, not an integer."""
 
-CANDIDATES = 100
-"""Markers looked at, from the last one backward, until one states something."""
-
-_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~'_\u00a0\u2007\u2009\u202f]|\{,\}|\{\\,\})(?=\d)", re.ASCII)
-_DIGITS = re.compile(r"[\d,]{1,20000}", re.ASCII)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{0,40}\|>|</s>|<eos>|<end_of_turn>")
-_WRAPPER = re.compile(r"\\(?:boxed|fbox|text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|bf|rm)\b\s*")
-_LAYOUT = re.compile(r"\\\\|\\(?:left|right|displaystyle|quad|qquad|[()\[\],;:! ])|\$\$?|[{}~*`_#\"“”‘’]")
-_PRODUCT = re.compile(r"(?<=\d)\s*\*\s*(?=\d)", re.ASCII)
-_DEGREE = re.compile(r"\^?\s*\{?\s*(?:\\(?:circ|degree)\b|°)\s*\}?|\\?%")
-_CURRENCY = re.compile(r"^([-+]?\s*)(?:\\\$|[€£¥]|USD\b|US\b)\s*")
-_NUMBER = re.compile(
-    r"([-+]?)\s*(\d{1,3}(?:,\d{3})+|\d+)(?:\.(0*))?(?!\d|[.,]\d|[\^/!]|\s*[-+*/^×·÷]\s*[\w(\\])", re.ASCII
+# Possessive (*+, ++), here and below, so that what does not match costs one pass. Deeper nesting is no integer.
+_BRACED = r"\{[^{}\\]*+\}"
+for _ in range(5):
+    _BRACED = rf"\{{(?:[^{{}}\\]++|\\.|{_BRACED})*+\}}"
+_BRACES = re.compile(_BRACED, re.DOTALL)
+_JOINT = re.compile(r"[\s$]*(?:[,;&]|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*", re.IGNORECASE)
+_SAID = re.compile(r"[^\W_]")
+_LINE = re.compile(r"[^\n\r\v\f\x85\u2028\u2029]*")
+_SPECIAL_TOKEN = re.compile(
+    r"<[|｜][^|｜<>\n]{1,40}[|｜]>|</?s>|<(?:eos|pad|end_of_turn)>|</(?:answer|think)>|<br ?/?>"
 )
-_UNIT = re.compile(r"\s*-?\s*(?:[^\W\d]+[./]?(?:\^[23])?(?!\d)[\s/·-]*){0,4}[\s)\]'.,;:!]*")
-_REMARK = re.compile(r"(?:[.,;]\s+|\s*\()[^\d=\\]*")
-_REFUSED = re.compile(r"[<>≤≥≠≈]|!=|\\(?:leq?|geq?|neq?|approx|pm)\b")
-_EXPRESSION = re.compile(r"\\(?:[dt]?frac|sqrt|cdot|times|div|pi)\b")
-_NO_UNIT = {"or", "and", "to", "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "point", "e"}
-_VARIABLE = re.compile(r"[a-dijknxyz]\b")
-_BOXED = ("\\boxed", "\\fbox")
+_TAG = re.compile(r"</?(?:b|i|u|p|em|strong|code)>")
+
 _TYPOGRAPHY = str.maketrans(
-    {"\u2212": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\ufe63": "-", "²": "^2", "³": "^3"}
+    {chr(0xFF01 + i): chr(0x21 + i) for i in range(94)}  # full-width forms of ASCII
+    | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-")
+    | dict.fromkeys(map(chr, (0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)), " ")
+    | dict.fromkeys("\x00\xad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff✓✔✅", "")
+    | {"²": "^2", "³": "^3", "’": "'", "‘": "'", "“": '"', "”": '"', "。": "."}
+)
+_SEPARATOR = r"(?:\{,\}|\{\\[,;:! ]\}|,\\!|\\[,;:! ]|[, ~'_])"
+_THOUSANDS = re.compile(
+    rf"(?<![\d.,])(?<!\d[ ~'_])[1-9]\d{{0,2}}({_SEPARATOR})\d{{3}}(?:\1\d{{3}})*+(?!{_SEPARATOR}?\d)", re.ASCII
+)
+_DROPPED = re.compile(r"\\(?:(?:text)?color|begin|end)\s*\{[^{}]*\}|\\[{}]")
+_WRAPPER = re.compile(
+    r"\\(?:f?box(?:ed)?|[hm]box|text[a-z]*|math[a-z]*|operatorname|boldsymbol|bm|emph|underline|ensuremath)"
+    r"\s*\{([^{}]*)\}"
+)
+_DEGREE = re.compile(r"\^?\s*\{?\s*(?:\\(?:circ|degree|textdegree)\b|°)|\^\s*\{?\s*(?:st|nd|rd|th)\b")
+_LAYOUT = re.compile(
+    r"\\(?:left|right|[Bb]igg?[lr]?|displaystyle|textstyle|bf|rm|it|sf|tt|large|Large|Huge)(?![a-zA-Z])"
+    r"|\\[()\[\],;:! $%#&]|&(?==)|[{}$*`~_#%\"'€£¥₹¢]"
+)
+_LINE_END = re.compile(r"\\\\|\\q?quad\b")
+
+_REFUSED = re.compile(r"[<>≤≥≠≈±]|!=|\\(?:not|neq?|leq?|geq?|approx|pm)(?![a-z])")
+_SEVERAL = re.compile(r"\d[ )]*(?:[,;&]|\. |and\b|or\b)|\(", re.ASCII)
+_LEAD = re.compile(r"(?:the )?(?:final )?answer is:? |(?:US|USD|EUR|GBP|Rs\.?)(?= ?[-+\d])", re.IGNORECASE)
+_NUMBER = re.compile(r"([-+]?) ?(\d++)(?:\.0+)?(?![\d^!]|[.,:/]\d|\.\.)", re.ASCII)
+_WORD = r"[a-zA-ZÀ-ɏµμΩ]+(?: ?\^ ?-?[123])?"
+_REST = re.compile(rf"((?:[ -]?{_WORD}(?:[./·-]?[ ]?{_WORD}){{0,3}})?)(?:(?:[.,;:]| \(| —) ?[^\d=\\]*)?[ .,;:)\]|]*")
+_UNIT_LETTERS = set("ghlmsACFJLNVWΩ")
+_NO_UNIT = set(
+    "or and to not minus plus times over mod choose hundred thousand million billion trillion dozen half point "
+    "squared cubed factorial remainder pi sqrt".split()
 )
 
 
@@ -51,123 +76,108 @@ def extract_answer(response: str, marker: str = "Answer") -> int | None:
 
     Args:
         response: the generated text.
-        marker: the word before the colon; any case.
+        marker: the word before the colon, such as "A" for a last line "A: 18"; any case.
     """
-    lowered = response.lower()
-    if len(lowered) != len(response):  # a few letters grow when lowered, and every position would be off
-        response = lowered
-    behind = re.compile(r"[\s*_`}\])\"']{0,16}[:：]")
-    word = marker.lower()
-    places = {token: lowered.rfind(token) for token in (word, *_BOXED)}
-    for _ in range(CANDIDATES):
-        token, place = max(places.items(), key=lambda item: item[1])
-        if place < 0:
-            return None
-        places[token] = lowered.rfind(token, 0, place)
-        if token != word:
-            content = _braced(response, place)
-            if content is None or not _says_something(content):
-                continue
-            line_start = response.rfind("\n", max(0, place - WINDOW), place) + 1
-            stated = lowered.rfind(word, line_start, place)
-            if stated >= 0 and (colon := behind.match(response, stated + len(word))):
-                statement = _statement(response, colon.end())
-                # "Answer: \boxed{41} or \boxed{42}" states two numbers; around a single box there may be words.
-                whole = _integer(statement)
-                if whole is not None or statement.count("\\boxed") > 1:
-                    return whole
-            return _integer(content)
-        if place and lowered[place - 1].isalnum():
+    response = _TAG.sub(" ", _SPECIAL_TOKEN.sub("\n", response))
+    places = [
+        (place.start(), place.end(), place["marker"] is not None) for place in _places(marker).finditer(response)
+    ]
+    end = len(response)
+    for index in reversed(range(len(places))):
+        start, behind, is_marker = places[index]
+        if is_marker:
+            stated = _line(response, behind, end)
+            end = start
+            if stated:
+                return _integer(response[slice(*stated)])
             continue
-        colon = behind.match(response, place + len(word))
-        if colon is None:
+        braces = _BRACES.match(response, behind)
+        if braces is None or _SAID.search(braces[0]) is None:
             continue
-        statement = _statement(response, colon.end())
-        if _says_something(statement):
-            return _integer(statement)
+        before = places[index - 1] if index else None
+        if before and not before[2] and (other := _BRACES.match(response, before[1])):
+            # "\boxed{41} or \boxed{42}" is one statement of two numbers.
+            if _JOINT.fullmatch(response, other.end(), start):
+                return None
+        colon = next((place for _, place, is_marker in reversed(places[:index]) if is_marker), None)
+        line = colon and _line(response, colon, end)
+        # In "Answer: -\boxed{7}" the line counts; when it is more than an integer, the box in it does.
+        whole = _integer(response[slice(*line)]) if line and line[0] <= start < line[1] else None
+        return _integer(braces[0]) if whole is None else whole
     return None
 
 
 def parse_integer_answer(value: object) -> int | None:
     """A data file's ground truth as an integer, or None: 33 for "033", 43 for "43.0" and 43.0, None for "42.5"."""
+    if isinstance(value, str):
+        return _integer(value, unit=False)
     if isinstance(value, bool):
         return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else None
-    return _integer(value, unit=False) if isinstance(value, str) else None
-
-
-def _statement(response: str, start: int) -> str:
-    """The rest of the line, or the next line that says something, within the window."""
-    window = response[start : start + WINDOW]
-    for line in window.splitlines():
-        if _says_something(line):
-            if not window.endswith(line):
-                return line
-            # The window may cut a number; without the rest of its digits it would be another one.
-            rest = _DIGITS.match(response, start + len(window))
-            return line + rest[0] if rest else line
-    return ""
-
-
-def _says_something(text: str) -> bool:
-    return any(character.isalnum() for character in _SPECIAL_TOKEN.sub("", text))
-
-
-def _braced(response: str, start: int) -> str | None:
-    """Content of the first {…} within the window, braces matched; None if it does not close there."""
-    window = response[start : start + WINDOW]
-    opening = window.find("{")
-    if opening < 0 or window[:opening].strip().lower() not in _BOXED:
-        return None
-    depth = 0
-    for place in range(opening, len(window)):
-        if window[place] == "{" and window[place - 1] != "\\":
-            depth += 1
-        elif window[place] == "}" and window[place - 1] != "\\":
-            depth -= 1
-            if depth == 0:
-                return window[opening + 1 : place]
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and math.isfinite(value) and value == int(value):
+        return int(value)
     return None
 
 
+@functools.lru_cache
+def _places(marker: str) -> re.Pattern[str]:
+    """Where a final answer may begin: behind a marker with its colon, or before a box's opening brace."""
+    typography = r"[\s*_`~}\])\"'”’$]{0,16}"
+    return re.compile(
+        rf"(?P<marker>(?<![^\W_]){re.escape(marker)}{typography}[:：])|\\(?:boxed|fbox)\s*(?={{)", re.IGNORECASE
+    )
+
+
+def _line(response: str, start: int, end: int) -> tuple[int, int] | None:
+    """Bounds of the first line in response[start:end] that says something."""
+    said = _SAID.search(response, start, end)
+    if said is None:
+        return None
+    # The letter or digit that was found stands on the last of these lines.
+    line = response[start : said.start() + 1].splitlines()[-1]
+    stop = _LINE.match(response, said.start(), end)
+    return said.start() + 1 - len(line), stop.end() if stop else end
+
+
 def _integer(text: str, unit: bool = True) -> int | None:
-    """The one integer that `text` is, typography aside."""
-    text = _SPACE_IN_NUMBER.sub(",", text.strip())
-    text = unicodedata.normalize("NFKC", text.translate(_TYPOGRAPHY))
-    text = _SPECIAL_TOKEN.sub("", text)
-    text = _DEGREE.sub(" ", text)
-    text = _WRAPPER.sub("", text.replace("\\$", "$"))
-    text = _PRODUCT.sub("×", text)
-    text = _LAYOUT.sub(lambda match: " " if match[0].startswith(("\\", "~")) else "", text).strip()
-    # Only a plain = links equal sides; in "a <= 42" or "x ≠ 42" nothing is stated.
+    """The one integer that `text` is, typography aside; `unit` allows words behind it."""
+    text = text.strip()
+    if len(text) - sum(map(text.count, "0123456789,")) > LONGEST:
+        return None
+    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text.translate(_TYPOGRAPHY))
+    text = _DROPPED.sub(" ", text)
+    while (inner := _WRAPPER.sub(r" \1 ", text)) != text:
+        text = inner
+    # Typography becomes a space, never nothing: 10**3, 4\,2 and 42_{10} must not grow together.
+    text = _LAYOUT.sub(" ", _LINE_END.sub(" ; ", _DEGREE.sub(" ", text)))
+    text = " ".join(text.split()).strip(" ;")
     if _REFUSED.search(text):
         return None
-    text = text.rpartition("=")[2].strip()
-    if _EXPRESSION.search(text):
-        return None
-    while len(text) > 1 and text[0] + text[-1] in ("()", "[]", "''"):
+    while len(text) > 1 and text[0] + text[-1] in ("()", "[]"):
         text = text[1:-1].strip()
-    text = _CURRENCY.sub(r"\1", text)
-    number = _NUMBER.match(text)
-    if number is None:
+    # The last side of an equation counts, but "x = 41, y = 42" and "42 (as 40 + 3 = 43)" are more than one.
+    sides, _, text = text.rpartition("=")
+    if _SEVERAL.search(re.sub(r"\([^()]*\)", "", sides)):
         return None
-    rest = text[number.end() :]
-    if not (_UNIT.fullmatch(rest) or _REMARK.fullmatch(rest)) or _VARIABLE.match(rest):
+    text = text.strip()
+    lead = _LEAD.match(text)
+    number = _NUMBER.match(text, lead.end() if lead else 0)
+    rest = number and _REST.fullmatch(text, number.end())
+    if not number or not rest:
         return None
-    words = set(re.findall(r"[^\W\d]+", rest.lower().partition(". ")[0]))
-    if words & _NO_UNIT or (words and not unit):
+    words = re.findall(r"[^\W\d_]+", rest[1])
+    if words and (not unit or len(words[0]) == 1 and words[0] not in _UNIT_LETTERS):
         return None
-    value = _long_int(number[2].replace(",", ""))
+    if _NO_UNIT.intersection(word.lower() for word in words):
+        return None
+    value = _long_int(number[2])
     return -value if number[1] == "-" else value
 
 
 def _long_int(digits: str) -> int:
-    """`int` refuses strings of some thousands of digits."""
-    value = 0
-    for start in range(0, len(digits), 4000):
-        piece = digits[start : start + 4000]
-        value = value * 10 ** len(piece) + int(piece)
-    return value
+    """`int` refuses strings of some thousands of digits; halves keep the work far below quadratic."""
+    if len(digits) <= 600:
+        return int(digits)
+    low = len(digits) // 2
+    return _long_int(digits[:-low]) * 10**low + _long_int(digits[-low:])
