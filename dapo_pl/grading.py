@@ -9,16 +9,18 @@ nothing raises, and the work grows in proportion to the response's length.
 from __future__ import annotations
 
 import functools
-import math
 import re
-from numbers import Integral, Real
+from numbers import Integral
 
 LONGEST = 1000
 """Characters, digits and commas apart, that a statement may have; what is longer is a text, not an integer."""
 
-# Possessive (*+, ++), here and below, so that what does not match costs one pass. Deeper nesting is no integer.
+NESTING = 6
+"""Braces within braces; what is deeper is no integer."""
+
+# Possessive (*+, ++), here and below, so that what does not match costs one pass.
 _BRACED = r"\{[^{}\\]*+\}"
-for _ in range(5):
+for _ in range(NESTING - 1):
     _BRACED = rf"\{{(?:[^{{}}\\]++|\\.|{_BRACED})*+\}}"
 _BRACES = re.compile(_BRACED, re.DOTALL)
 _JOINT = re.compile(r"[\s$]*(?:[,;&]|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*", re.IGNORECASE)
@@ -38,7 +40,7 @@ _TYPOGRAPHY = str.maketrans(
 )
 _SEPARATOR = r"(?:\{,\}|\{\\[,;:! ]\}|,\\!|\\[,;:! ]|[, ~'_])"
 _THOUSANDS = re.compile(
-    rf"(?<![\d.,])(?<!\d[ ~'_])[1-9]\d{{0,2}}({_SEPARATOR})\d{{3}}(?:\1\d{{3}})*+(?!{_SEPARATOR}?\d)", re.ASCII
+    rf"(?<![\d.,])[1-9]\d{{0,2}}({_SEPARATOR})\d{{3}}(?:\1\d{{3}})*+(?!{_SEPARATOR}?\d)", re.ASCII
 )
 _DROPPED = re.compile(r"\\(?:(?:text)?color|begin|end)\s*\{[^{}]*\}|\\[{}]")
 _WRAPPER = re.compile(
@@ -53,15 +55,19 @@ _LAYOUT = re.compile(
 _LINE_END = re.compile(r"\\\\|\\q?quad\b")
 
 _REFUSED = re.compile(r"[<>≤≥≠≈±]|!=|\\(?:not|neq?|leq?|geq?|approx|pm)(?![a-z])")
-_SEVERAL = re.compile(r"\d[ )]*(?:[,;&]|\. |and\b|or\b)|\(", re.ASCII)
+_PARENTHESIS = re.compile(r"\([^()]*\)")
+_SEVERAL = re.compile(r"\d[ )]*(?:[,;&]|\. |\\?(?:and|or|lor|land|vee|wedge)\b)|\(", re.ASCII)
 _LEAD = re.compile(r"(?:the )?(?:final )?answer is:? |(?:US|USD|EUR|GBP|Rs\.?)(?= ?[-+\d])", re.IGNORECASE)
 _NUMBER = re.compile(r"([-+]?) ?(\d++)(?:\.0+)?(?![\d^!]|[.,:/]\d|\.\.)", re.ASCII)
-_WORD = r"[a-zA-ZÀ-ɏµμΩ]+(?: ?\^ ?-?[123])?"
-_REST = re.compile(rf"((?:[ -]?{_WORD}(?:[./·-]?[ ]?{_WORD}){{0,3}})?)(?:(?:[.,;:]| \(| —) ?[^\d=\\]*)?[ .,;:)\]|]*")
-_UNIT_LETTERS = set("ghlmsACFJLNVWΩ")
-_NO_UNIT = set(
-    "or and to not minus plus times over mod choose hundred thousand million billion trillion dozen half point "
-    "squared cubed factorial remainder pi sqrt".split()
+_WORD = r"[a-zA-ZÀ-ɏµμΩ]++(?: ?\^ ?-?[123])?"
+_REST = re.compile(
+    rf"((?:[ -]?{_WORD}(?:[./·-]? ?{_WORD}){{0,3}})?)(?:(?: ?[.,;:] | \(| —) ?[^\d=\\+^]*+)?[ .,;:)\]|]*"
+)
+_VARIABLE = re.compile(r"[ -]?(?:[^\Wghlms\dACFJLNVWΩ]|[abknxyz]+)(?![^\W\d_])")
+_NO_UNIT = re.compile(
+    r"\b(?:or|and|to|not|plus|minus|mod|choose|half|dozen|hundred|thousand|million|billion|trillion"
+    r"|squared|cubed|factorial|remainder|pi|sqrt|sin|cos|tan|log|ln)\b",
+    re.IGNORECASE,
 )
 
 
@@ -95,10 +101,9 @@ def extract_answer(response: str, marker: str = "Answer") -> int | None:
         if braces is None or _SAID.search(braces[0]) is None:
             continue
         before = places[index - 1] if index else None
-        if before and not before[2] and (other := _BRACES.match(response, before[1])):
-            # "\boxed{41} or \boxed{42}" is one statement of two numbers.
-            if _JOINT.fullmatch(response, other.end(), start):
-                return None
+        other = _BRACES.match(response, before[1]) if before and not before[2] else None
+        if other and _JOINT.fullmatch(response, other.end(), start):
+            return None  # "\boxed{41} or \boxed{42}" is one statement, of two numbers
         colon = next((place for _, place, is_marker in reversed(places[:index]) if is_marker), None)
         line = colon and _line(response, colon, end)
         # In "Answer: -\boxed{7}" the line counts; when it is more than an integer, the box in it does.
@@ -111,13 +116,9 @@ def parse_integer_answer(value: object) -> int | None:
     """A data file's ground truth as an integer, or None: 33 for "033", 43 for "43.0" and 43.0, None for "42.5"."""
     if isinstance(value, str):
         return _integer(value, unit=False)
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real) and math.isfinite(value) and value == int(value):
-        return int(value)
-    return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 @functools.lru_cache
@@ -142,13 +143,12 @@ def _line(response: str, start: int, end: int) -> tuple[int, int] | None:
 
 def _integer(text: str, unit: bool = True) -> int | None:
     """The one integer that `text` is, typography aside; `unit` allows words behind it."""
-    text = text.strip()
+    text = " ".join(text.translate(_TYPOGRAPHY).split())
     if len(text) - sum(map(text.count, "0123456789,")) > LONGEST:
         return None
-    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text.translate(_TYPOGRAPHY))
-    text = _DROPPED.sub(" ", text)
-    while (inner := _WRAPPER.sub(r" \1 ", text)) != text:
-        text = inner
+    text = _DROPPED.sub(" ", _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text))
+    for _ in range(NESTING):
+        text = _WRAPPER.sub(r" \1 ", text)
     # Typography becomes a space, never nothing: 10**3, 4\,2 and 42_{10} must not grow together.
     text = _LAYOUT.sub(" ", _LINE_END.sub(" ; ", _DEGREE.sub(" ", text)))
     text = " ".join(text.split()).strip(" ;")
@@ -158,18 +158,17 @@ def _integer(text: str, unit: bool = True) -> int | None:
         text = text[1:-1].strip()
     # The last side of an equation counts, but "x = 41, y = 42" and "42 (as 40 + 3 = 43)" are more than one.
     sides, _, text = text.rpartition("=")
-    if _SEVERAL.search(re.sub(r"\([^()]*\)", "", sides)):
+    for _ in range(NESTING):
+        sides = _PARENTHESIS.sub("", sides)
+    if _SEVERAL.search(sides):
         return None
     text = text.strip()
     lead = _LEAD.match(text)
     number = _NUMBER.match(text, lead.end() if lead else 0)
     rest = number and _REST.fullmatch(text, number.end())
-    if not number or not rest:
+    if not number or not rest or _VARIABLE.match(rest[1]) or _NO_UNIT.search(rest[1]):
         return None
-    words = re.findall(r"[^\W\d_]+", rest[1])
-    if words and (not unit or len(words[0]) == 1 and words[0] not in _UNIT_LETTERS):
-        return None
-    if _NO_UNIT.intersection(word.lower() for word in words):
+    if not unit and _SAID.search(rest[0]):
         return None
     value = _long_int(number[2])
     return -value if number[1] == "-" else value

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from dapo_pl import grading
+from dapo_pl.data.sources import fits_int64
 from dapo_pl.errors import UserError
 from dapo_pl.rewards import total_rewards
 from dapo_pl.rollout.engine import Engine, Sampling, request_seed
@@ -260,9 +261,14 @@ class Sampler:
 
 
 def grade(responses: Sequence[Response], answer: int) -> None:
-    """Grade what each response states, in place. Truncation is a flag beside this, not a verdict."""
+    """Grade what each response states, in place. Truncation is a flag beside this, not a verdict.
+
+    A stated number beyond 64 bits is wrong and kept as None: no problem has such an answer, and a degenerate
+    response of thousands of nines could be written to no JSON file.
+    """
     for response in responses:
-        response.stated_answer = grading.extract_answer(response.text)
+        stated = grading.extract_answer(response.text)
+        response.stated_answer = stated if stated is not None and fits_int64(stated) else None
         response.correct = response.stated_answer == answer
 
 
