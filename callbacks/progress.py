@@ -22,22 +22,27 @@ def duration(seconds: float) -> str:
 
 
 class StatusLine:
-    """A line that rewrites itself on a terminal; elsewhere only `say` prints, so that a log file stays readable."""
+    """A line that rewrites itself on a terminal; in a log file, a line now and then when nothing else is said."""
 
-    def __init__(self, interval: float = 0.2) -> None:
+    def __init__(self) -> None:
         self.live = sys.stdout.isatty()
-        self.interval = interval
-        self._shown = 0.0
+        self.interval = 0.2 if self.live else 30.0
+        self._shown = time.monotonic()
 
     def update(self, text: str) -> None:
         """Show `text` until the next one, at most every `interval` seconds."""
         now = time.monotonic()
-        if self.live and now - self._shown >= self.interval:
-            self._shown = now
+        if now - self._shown < self.interval:
+            return
+        self._shown = now
+        if self.live:
             print(f"\r\x1b[2K{text}", end="", flush=True)
+        else:
+            print(text, flush=True)
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
+        self._shown = time.monotonic()
         print(("\r\x1b[2K" if self.live else "") + text, flush=True)
 
 

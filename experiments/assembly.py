@@ -66,8 +66,18 @@ class Plan:
     checkpoint: Path | None
 
 
-def plan(config: DictConfig, directory: Path) -> Plan:
-    """Check a config from the cheapest to the dearest; raises `UserError` at the first thing that is wrong."""
+@dataclass
+class Settings:
+    """What a config says before any file is read."""
+
+    techniques: list[Technique]
+    rollout: RolloutSettings
+    sampling: Sampling
+    evaluation: EvaluationSettings
+
+
+def check_settings(config: DictConfig) -> Settings:
+    """Refuse values that are wrong in themselves or against each other; nothing is read or loaded."""
     rollout = OmegaConf.to_container(config.rollout, resolve=True)
     assert isinstance(rollout, dict)
     rollout.pop("warmup_steps")
@@ -82,6 +92,12 @@ def plan(config: DictConfig, directory: Path) -> Plan:
     techniques = load_techniques(config)
     check_logger(config.logger.name)
     get_class(config.engine._target_).require()
+    return Settings(techniques, settings, sampling, evaluation)
+
+
+def plan(config: DictConfig, directory: Path) -> Plan:
+    """Check a config from the cheapest to the dearest; raises `UserError` at the first thing that is wrong."""
+    settings = check_settings(config)
     checkpoint = find_checkpoint(config, directory)
 
     problems = [load_problems(config, split) for split in ("train", "evaluation")]
@@ -98,10 +114,10 @@ def plan(config: DictConfig, directory: Path) -> Plan:
     return Plan(
         config=config,
         directory=directory,
-        techniques=techniques,
-        settings=settings,
-        sampling=sampling,
-        evaluation=evaluation,
+        techniques=settings.techniques,
+        settings=settings.rollout,
+        sampling=settings.sampling,
+        evaluation=settings.evaluation,
         warm_start=warm,
         examples=examples,
         model=model,

@@ -2,93 +2,69 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import functools
-import hashlib
-import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dapo_pl.errors import UserError, nearest
+from experiments.composing import config_loader
+from experiments.sweep import Sweep, is_finished, run_row
 
-CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
-LAST = "last.ckpt"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-
-
-def run_directory(output_dir: str, job: str, name: str, ckpt_path: str | None) -> str:
-    """`output_dir/<job>s/<name>/<time>`: a new directory, or for `last` the newest such directory.
-
-    The name is the command's overrides without `ckpt_path` and `output_dir`, so the same command with
-    `ckpt_path=last` finds the run it is to go on with.
-    """
-    # Only characters that Hydra takes unquoted: the directory will be typed after model.path= and ckpt_path=.
-    slug = re.sub(r"[^\w+.-]", "-", name.replace(",", "_").replace("=", "-"))
-    if len(slug) > 120:
-        slug = f"{slug[:110]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    home = Path(output_dir) / f"{job}s" / (slug or "default")
-    if ckpt_path == "last":
-        earlier = sorted(home.glob(f"*/checkpoints/{LAST}"))
-        if earlier:
-            return str(earlier[-1].parents[1])
-    return str(home / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
-
-
-def register_resolvers() -> None:
-    """The interpolations that the configs use."""
-    OmegaConf.register_new_resolver("run_dir", run_directory, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("fraction", lambda whole, share: max(1, round(whole * share)), replace=True)
 
 
 def check_overrides(arguments: list[str], config_name: str = "config") -> None:
     """Refuse an unknown key or option of the command line with the nearest known one."""
     # Hydra's own options: those with a value take the next word, and none of them is an override.
-    overrides = get_args_parser().parse_args(arguments).overrides
+    parser = get_args_parser().parse_args(arguments)
+    overrides = parser.overrides
+    if parser.config_dir is not None and not Path(parser.config_dir).is_dir():
+        raise UserError(f"--config-dir {parser.config_dir}: there is no such directory")
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
+        searchpath = [text for text in overrides if text.lstrip("+").startswith("hydra.searchpath")]
+        with config_loader(parser.config_dir) as loader:
+            plain = compose(config_name, overrides=searchpath)
+            groups = loader.list_groups("")
+            chosen = searchpath
+            for text, override in zip(overrides, parsed, strict=True):
+                key = (override.key_or_group or "").lstrip("/")
+                if override.is_add() or override.is_delete() or key.startswith("hydra"):
+                    continue
+                if key in groups:
+                    options = loader.get_group_options(key)
+                    for option in _options(override):
+                        # options on a search path of the command line are known to compose alone
+                        if option not in options and option not in (None, "null") and not searchpath:
+                            raise UserError(f"{key}={option} is not an option: {nearest(str(option), options)}")
+                    if not override.is_sweep_override():
+                        chosen = [*chosen, text]
+            # Keys are judged in the config that the chosen options give: each option has keys of its own.
+            full = compose(config_name, overrides=chosen) if chosen else plain
+            for override in parsed:
+                key = (override.key_or_group or "").lstrip("/")
+                if override.is_add() or override.is_delete() or key in groups or key.startswith("hydra"):
+                    continue
+                _check_key(full, key, groups)
     except HydraException as error:
         raise UserError(f"cannot read the command line: {str(error).splitlines()[0]}") from error
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        plain = compose(config_name)
-        repository = GlobalHydra.instance().config_loader()
-        groups = repository.list_groups("")
-        chosen = []
-        for text, override in zip(overrides, parsed, strict=True):
-            key = (override.key_or_group or "").lstrip("/")
-            if override.is_add() or override.is_delete() or key.startswith("hydra"):
-                continue
-            if key in groups:
-                options = repository.get_group_options(key)
-                for option in _options(override):
-                    if option not in options and option not in (None, "null"):
-                        raise UserError(f"{key}={option} is not an option: {nearest(str(option), options)}")
-                if not override.is_sweep_override():
-                    chosen.append(text)
-        # Keys are judged in the config that the chosen options give: each option has keys of its own.
-        full = compose(config_name, overrides=chosen) if chosen else plain
-        for override in parsed:
-            key = (override.key_or_group or "").lstrip("/")
-            if override.is_add() or override.is_delete() or key in groups or key.startswith("hydra"):
-                continue
-            _check_key(full, key, groups)
 
 
 def _options(override: Any) -> list[Any]:
-    if override.is_sweep_override():
-        return list(override.sweep_string_iterator())
-    value = override.value()
-    return list(value) if isinstance(value, list) else [value]
+    values = list(override.sweep_iterator()) if override.is_sweep_override() else [override.value()]
+    return [option for value in values for option in (value if isinstance(value, list) else [value])]
 
 
 def _check_key(config: DictConfig, key: str, groups: list[str]) -> None:
@@ -109,18 +85,68 @@ def _check_key(config: DictConfig, key: str, groups: list[str]) -> None:
         node = node._get_node(part)
 
 
-def entry_point(main: Callable[[], object], config_name: str = "config") -> None:
-    """Run a Hydra main: mistakes a user can cure end as one sentence and status 2."""
-    register_resolvers()
-    options = get_args_parser().parse_args(sys.argv[1:])
+def entry_point(
+    main: Callable[[], object],
+    *,
+    check: Callable[[DictConfig], object] = lambda config: None,
+    finish: Callable[[Path], int] = lambda directory: 0,
+) -> None:
+    """Run a Hydra main: mistakes a user can cure end as one sentence and status 2.
+
+    Args:
+        main: the decorated task.
+        check: what is wrong with a row of a sweep, as a `UserError`, cheaply.
+        finish: looks at a sweep's directory when all rows have ended; the exit status.
+    """
     try:
+        sys.argv[1:] = name_model_directory(sys.argv[1:])
+        options = get_args_parser().parse_args(sys.argv[1:])
         if not (options.help or options.hydra_help or options.info):
-            check_overrides(sys.argv[1:], config_name)
+            check_overrides(sys.argv[1:])
+            if options.cfg and options.multirun:
+                raise UserError("--cfg shows one config: leave out -m, and name one value for each key")
             if not options.cfg:
                 check_writable(options.overrides)
+                if options.multirun:
+                    sys.exit(run_sweep(main, check, finish))
         main()
     except UserError as error:
         fail(error)
+
+
+def name_model_directory(arguments: list[str]) -> list[str]:
+    """`model=DIRECTORY` as short for `model=hf model.path=DIRECTORY`."""
+    named = []
+    for text in arguments:
+        key, _, value = text.partition("=")
+        bare = value.strip("'\"")
+        if key == "model" and ("/" in bare or Path(bare).is_dir()) and "," not in bare:
+            named += ["model=hf", f"model.path='{bare}'"]
+        else:
+            named.append(text)
+    return named
+
+
+def run_sweep(
+    main: Callable[[], object], check: Callable[[DictConfig], object], finish: Callable[[Path], int]
+) -> int:
+    """Check every row before the first starts, then leave the rows to Hydra's launcher."""
+    sweep = Sweep(sys.argv[1:], Path(sys.argv[0]).stem)
+    finished = 0
+    for row in sweep.rows:
+        try:
+            directory, config = sweep.compose_row(row)
+            finished += is_finished(directory, config)
+            check(config)
+        except UserError as error:
+            raise UserError(f"row {' '.join(row)}: {error}") from error
+    sweep.prepare()
+    print(f"sweep of {len(sweep.rows) or 'open many'} rows: {sweep.directory}", flush=True)
+    if finished:
+        print(f"{finished} of them finished before and are skipped", flush=True)
+    sys.argv[1:] = sweep.hydra_arguments()
+    main()
+    return finish(sweep.directory)
 
 
 def check_writable(overrides: list[str]) -> None:
@@ -149,6 +175,8 @@ def reports_user_errors(task: Callable[[DictConfig], Any]) -> Callable[[DictConf
     @functools.wraps(task)
     def wrapped(config: DictConfig) -> Any:
         try:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                return run_row(config)
             return task(config)
         except UserError as error:
             return fail(error)

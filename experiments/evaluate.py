@@ -12,7 +12,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+from experiments.command_line import entry_point, reports_user_errors
+from experiments.composing import CONFIG_DIR
 from experiments.quiet import quieten
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dapo_pl.errors import UserError
@@ -70,8 +71,14 @@ def versions() -> dict[str, str]:
 
 
 def record_run(directory: Path, config: DictConfig) -> dict[str, Any]:
-    """Write `config.yaml` (resolved) and `run.json` (command, versions, git), and return the latter."""
+    """Write `config.yaml` (resolved) and `run.json` (command, overrides, versions, git), and return the latter."""
     OmegaConf.save(config, directory / "config.yaml", resolve=True)
-    record = {"command": sys.argv, "versions": versions(), "git": git_state(Path(__file__).parent)}
+    record = {
+        "command": sys.argv,
+        "overrides": list(HydraConfig.get().overrides.task),
+        "directory": str(directory.absolute()),
+        "versions": versions(),
+        "git": git_state(Path(__file__).parent),
+    }
     (directory / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record

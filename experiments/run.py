@@ -13,11 +13,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+from experiments.command_line import entry_point, reports_user_errors
+from experiments.composing import CONFIG_DIR
 from experiments.quiet import quieten
-
-STOPPED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+from experiments.sweep import STOPPED
 
 
 @hydra.main(config_path=str(CONFIG_DIR), config_name="config", version_base="1.3")
@@ -80,5 +79,19 @@ def main(config: DictConfig) -> None:
     lock.close()
 
 
+def check_row(config: DictConfig) -> None:
+    """What can be known to be wrong with a sweep's row before the first one starts."""
+    from experiments.assembly import check_settings
+
+    check_settings(config)
+
+
+def end_of_sweep(directory: Path) -> int:
+    """One table over the rows; exit status 1 if a row has no result."""
+    from experiments.compare import end_of_sweep
+
+    return end_of_sweep(directory)
+
+
 if __name__ == "__main__":
-    entry_point(main)
+    entry_point(main, check=check_row, finish=end_of_sweep)

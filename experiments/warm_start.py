@@ -8,7 +8,8 @@ from __future__ import annotations
 import hydra
 from omegaconf import DictConfig
 
-from experiments.command_line import CONFIG_DIR, entry_point, reports_user_errors
+from experiments.command_line import entry_point, reports_user_errors
+from experiments.composing import CONFIG_DIR
 from experiments.quiet import quieten
 
 

@@ -78,14 +78,10 @@ def test_impossible_settings(tmp_path: Path, arguments: list[str], words: str) -
 
 def planned(tmp_path: Path, *overrides: str) -> str:
     """The sentence with which checking refuses; no weights are loaded on the way."""
-    from hydra import compose, initialize_config_dir
-
     from experiments.assembly import plan
-    from experiments.command_line import CONFIG_DIR, register_resolvers
+    from experiments.composing import compose_run
 
-    register_resolvers()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        config = compose("config", overrides=list(overrides))
+    config = compose_run(overrides)
     with pytest.raises(UserError) as refusal:
         plan(config, tmp_path)
     return str(refusal.value)

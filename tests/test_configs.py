@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.assembly import load_techniques, prepare_warm_start
-from experiments.command_line import CONFIG_DIR, register_resolvers
+from experiments.composing import CONFIG_DIR, compose_run
 
 GROUPS = sorted(
     (path.parent.name, path.stem) for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name not in ("hydra",)
@@ -18,9 +17,7 @@ GROUPS = sorted(
 
 
 def composed(*overrides: str) -> DictConfig:
-    register_resolvers()
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("config", overrides=list(overrides))
+    return compose_run(overrides)
 
 
 @pytest.mark.parametrize(("group", "option"), GROUPS)

@@ -318,6 +318,32 @@ def test_a_directory_written_again_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_the_draft_of_a_killed_writer_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "model"
+    writer = """
+import sys, time
+from pathlib import Path
+from dapo_pl.models.directory import whole_directory
+with whole_directory(Path(sys.argv[1]), "free space") as draft:
+    (draft / "weights").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", writer, str(target)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    for killed in (False, True):
+        if killed:
+            process.kill()
+            process.wait()
+        with whole_directory(target, "free space") as draft:
+            (draft / "weights").write_text("whole")
+        assert len(list(tmp_path.glob(".model-*"))) == (0 if killed else 1)
+    assert (target / "weights").read_text() == "whole"
+
+
 def test_of_two_that_make_one_directory_the_first_stays(tmp_path: Path) -> None:
     def make(draft: Path) -> None:
         (draft / "file").write_text("second")

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 
-from callbacks.progress import StatusLine
+from callbacks.progress import StatusLine, duration
 from dapo_pl.data.collate import RolloutBatch
 from dapo_pl.data.rollout import RolloutDataModule
 from dapo_pl.errors import UserError
@@ -137,6 +137,12 @@ def evaluate_and_keep(
         The result, the tokens generated and the seconds taken.
     """
     start = time.perf_counter()
+
+    def on_progress(done: int, total: int) -> None:
+        left = (time.perf_counter() - start) / max(done, 1) * (total - done)
+        ahead = f"  | about {duration(left)} left" if done else ""
+        status.update(f"{name}: {done}/{total} responses{ahead}")
+
     result, responses = evaluate(
         engine,
         prompts,
@@ -144,7 +150,7 @@ def evaluate_and_keep(
         samples=settings.samples,
         seed=settings.seed,
         should_stop=should_stop,
-        on_progress=lambda done, total: status.update(f"{name}: {done}/{total} responses"),
+        on_progress=on_progress,
     )
     seconds = time.perf_counter() - start
     directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -49,7 +50,12 @@ def whole_directory(target: Path, cure: str, *, replace: bool = True) -> Iterato
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as place:
+        _remove_abandoned(target)
+        with (
+            tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as place,
+            (Path(place) / "in-use").open("w") as in_use,
+        ):
+            fcntl.flock(in_use, fcntl.LOCK_EX)
             draft = Path(place) / target.name  # one level down: the temporary directory itself is closed to others
             draft.mkdir()
             yield draft
@@ -65,6 +71,17 @@ def whole_directory(target: Path, cure: str, *, replace: bool = True) -> Iterato
         if not isinstance(error, OSError) and "os error" not in str(error):
             raise
         raise UserError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}; {cure}") from error
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Drafts of `target` whose writer was killed: it no longer holds their lock."""
+    for place in target.parent.glob(f".{target.name}-*"):
+        try:
+            with (place / "in-use").open() as in_use:
+                fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def cached_directory(cache_dir: str | Path | None, name: str, make: Callable[[Path], object]) -> Path:
