@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from callbacks.progress import duration
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
     from experiments.assembly import Plan, Run
 
 
-def summarise(run: Run, plan: Plan, total_seconds: float) -> dict[str, Any]:
+def summarise(run: Run, plan: Plan, overrides: Sequence[str], total_seconds: float) -> dict[str, Any]:
     """Everything the final table shows, as plain values for `summary.json`."""
     steps = plan.settings.steps
     first = min(run.evaluation.results)
@@ -43,6 +45,9 @@ def summarise(run: Run, plan: Plan, total_seconds: float) -> dict[str, Any]:
         },
         "skipped_mini_batches": run.module.skipped_mini_batches,
         "directory": str(plan.directory),
+        "same": "".join(
+            f"{shlex.quote(text)} " for text in overrides if not text.startswith(("technique", "ckpt_path"))
+        ),
         "aim": {"repo": str(plan.config.output_dir), "run": run.aim_hash},
     }
 
@@ -95,8 +100,8 @@ def final_table(summary: dict[str, Any]) -> str:
     rows += [
         "next",
         f"  see the curves and samples:   {see}",
-        f"  evaluate with more samples:   python experiments/evaluate.py model=hf model.path={directory}/model "
-        "evaluation.samples=32",
-        "  ablate a technique:           python experiments/run.py technique=-dynamic_sampling",
+        "  evaluate with more samples:   "
+        f"python experiments/evaluate.py model={directory}/model evaluation.samples=32",
+        f"  ablate a technique:           python experiments/run.py {summary['same']}technique=-dynamic_sampling",
     ]
     return "\n".join(rows)

@@ -70,7 +70,7 @@ def main(config: DictConfig) -> None:
 
     export = directory / "model"
     save_model(run.module.policy.model, checked.tokenizer, export)
-    summary = summarise(run, checked, total_seconds=time.perf_counter() - start)
+    summary = summarise(run, checked, record["overrides"], total_seconds=time.perf_counter() - start)
     summary["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     table = final_table(summary)

@@ -102,18 +102,8 @@ def test_the_checkpoint_is_also_a_model_anyone_can_load(smoke: tuple[Path, str])
 
 def test_evaluate_takes_the_directory_and_agrees_with_the_run(smoke: tuple[Path, str], tmp_path: Path) -> None:
     directory, _ = smoke
-    run(
-        "evaluate.py",
-        "model=hf",
-        f"model.path={directory / 'model'}",
-        "data=chain_sum",
-        "data.evaluation_size=16",
-        "evaluation.samples=2",
-        "engine.dtype=float32",
-        "engine.max_model_len=128",
-        "sampling.max_tokens=64",
-        f"output_dir={tmp_path}",
-    )
+    printed = run("evaluate.py", f"model={directory / 'model'}", f"output_dir={tmp_path}")
+    assert f"from {directory}/config.yaml" in printed
     after = json.loads((directory / "evaluations" / "step_000002.json").read_text())
     again = json.loads(only("evaluates/*/*/evaluation.json", tmp_path).read_text())
     assert again == after
