@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from dapo_pl.data.collate import RolloutBatch
 from dapo_pl.errors import UserError
+from dapo_pl.evaluation import EvaluationResult, avg_at_k
 from dapo_pl.rollout.sampler import RolloutInterrupted
 
 
@@ -74,35 +79,126 @@ class StopRequest:
 class RolloutCheckpoint(L.Callback):
     """Saves `last.ckpt` every n rollout steps, at the end, and when the run is stopped or fails.
 
+    A checkpoint also holds the random states and the step's metrics: Lightning hands a step's metrics to the loggers
+    only after this callback, so a run killed in between would have a hole in its curves.
+
     Args:
         directory: where `last.ckpt` stands.
         every_n_steps: rollout steps between checkpoints.
         stop: asked after every step.
+        keep_every_n_steps: rollout steps between checkpoints that stay, `step_000050.ckpt`; None keeps none.
     """
 
-    def __init__(self, directory: Path, every_n_steps: int, stop: StopRequest) -> None:
-        if every_n_steps < 1:
-            raise UserError(f"checkpoint.every_n_steps is {every_n_steps}; it must be at least 1")
+    def __init__(
+        self, directory: Path, every_n_steps: int, stop: StopRequest, keep_every_n_steps: int | None = None
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("keep_every_n_steps", keep_every_n_steps)):
+            if value is not None and value < 1:
+                raise UserError(f"checkpoint.{name} is {value}; it must be at least 1")
         self.path = directory / "last.ckpt"
         self.every_n_steps = every_n_steps
+        self.keep_every_n_steps = keep_every_n_steps
         self.stop = stop
         self.saved_step = -1
+        self._restored: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._restored:
+            restore_random_states(self._restored["random"])
+            for logger in trainer.loggers:
+                logger.log_metrics(self._restored["metrics"], self._restored["step"])
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         last = batch.step == len(trainer.train_dataloader)  # pyright: ignore[reportArgumentType]
-        if self.stop.requested or last or batch.step % self.every_n_steps == 0:
-            self._save(trainer, batch.step)
+        keep = bool(self.keep_every_n_steps) and batch.step % (self.keep_every_n_steps or 1) == 0
+        if self.stop.requested or last or keep or batch.step % self.every_n_steps == 0:
+            self.save(trainer, batch.step)
+        if keep:
+            link(self.path, self.path.with_name(f"step_{batch.step:06}.ckpt"))
         if self.stop.requested:
             trainer.should_stop = True
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Between steps the state is whole; an error inside the update would save half a step."""
         step = trainer.datamodule.step  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(exception, RolloutInterrupted) and step > self.saved_step:
-            self._save(trainer, step)
+        if isinstance(exception, RolloutInterrupted):
+            self.save(trainer, step)
 
-    def _save(self, trainer: L.Trainer, step: int) -> None:
-        trainer.save_checkpoint(self.path)
-        self.saved_step = step
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        checkpoint["rollout_checkpoint"] = {
+            "step": trainer.datamodule.step,  # pyright: ignore[reportAttributeAccessIssue]
+            "metrics": {name: value for name, value in metrics.items() if name not in ("step", "epoch")},
+            "random": random_states(),
+        }
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._restored = checkpoint["rollout_checkpoint"]
+
+    def save(self, trainer: L.Trainer, step: int) -> None:
+        """Write `last.ckpt` unless it is of this step already."""
+        if step > self.saved_step:
+            trainer.save_checkpoint(self.path)
+            self.saved_step = step
+
+
+class BestCheckpoint(L.Callback):
+    """Keeps `best.ckpt`, of the evaluated step with the highest avg@k so far.
+
+    Args:
+        checkpoint: writes it.
+        results: evaluations by rollout step, filled by the evaluation monitor, which must come before this callback.
+    """
+
+    def __init__(self, checkpoint: RolloutCheckpoint, results: Mapping[int, EvaluationResult]) -> None:
+        self.checkpoint = checkpoint
+        self.results = results
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        accuracy = {step: avg_at_k(result.correct) for step, result in self.results.items() if step > 0}
+        # of equals the first: later ones have spent more for the same
+        if batch.step in accuracy and max(accuracy, key=lambda step: (accuracy[step], -step)) == batch.step:
+            self.checkpoint.save(trainer, batch.step)
+            link(self.checkpoint.path, self.checkpoint.path.with_name("best.ckpt"))
+
+
+def link(source: Path, target: Path) -> None:
+    """`target` becomes the same file as `source`, which costs no space until `source` is replaced."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    try:
+        draft.hardlink_to(source)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, draft)
+    draft.replace(target)
+
+
+def random_states() -> dict[str, Any]:
+    """Those of torch (CPU), numpy and Python, as plain values and tensors.
+
+    The platform draws from seeds by name and needs none of them; a user's technique or reward may.
+    """
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    version, words, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "python": [version, list(words), gauss],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Undo what happened to the random states since `random_states`."""
+    torch.set_rng_state(states["torch"])
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,30 @@ class JsonLinesLogger(Logger):
     def drop_after(self, step: int) -> None:
         """Forget what was logged after `step`: a run resumed there will log it again."""
         if self.path.exists():
-            kept = [row for row in read_metrics(self.path) if row["step"] is not None and row["step"] <= step]
-            draft = self.path.with_suffix(".draft")
-            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            draft.replace(self.path)
+            keep_rows(self.path, lambda row: row["step"] is not None and row["step"] <= step)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a `metrics.jsonl`; a last line cut short by a crash is left out."""
-    rows = []
+    """Rows of a `metrics.jsonl`, one a step: what a resumed run logged once more stands there once.
+
+    A last line cut short by a crash is left out.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    for row in _lines(path):
+        rows.setdefault(row["step"], {}).update(row)
+    return list(rows.values())
+
+
+def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSON-lines file with the rows that are wanted, whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in _lines(path) if wanted(row)), encoding="utf-8")
+    draft.replace(path)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            rows.append(json.loads(line))
+            yield json.loads(line)
         except json.JSONDecodeError:
-            break
-    return rows
+            return

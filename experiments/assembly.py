@@ -21,7 +21,7 @@ from lightning.pytorch.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from callbacks.checkpoint import AtomicCheckpointIO, RolloutCheckpoint, StopRequest
+from callbacks.checkpoint import AtomicCheckpointIO, BestCheckpoint, RolloutCheckpoint, StopRequest
 from callbacks.monitors.evaluation import EvaluationMonitor, EvaluationSettings
 from callbacks.monitors.health import CostMonitor, HealthMonitor
 from callbacks.monitors.samples import SampleLog
@@ -283,6 +283,10 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
     evaluation = EvaluationMonitor(
         plan.evaluation, plan.evaluation_prompts, plan.sampling.max_tokens, plan.directory / "evaluations", status
     )
+    options = config.checkpoint
+    checkpoint = RolloutCheckpoint(
+        plan.directory / "checkpoints", options.every_n_steps, stop, options.keep_every_n_steps
+    )
     loggers, aim_hash = make_loggers(plan, record)
     trainer = L.Trainer(
         **config.trainer,
@@ -297,8 +301,9 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
                 plan.directory / "samples.jsonl", config.callbacks.sample_log_every_n_steps, plan.tokenizer.decode
             ),
             ProgressReport(status),
-            RolloutCheckpoint(plan.directory / "checkpoints", config.checkpoint.every_n_steps, stop),
+            checkpoint,
             evaluation,
+            *([BestCheckpoint(checkpoint, evaluation.results)] if options.keep_best else []),
             *instantiate(config.callbacks.extra).values(),
         ],
         plugins=[AtomicCheckpointIO()],
@@ -352,9 +357,11 @@ def make_loggers(plan: Plan, record: dict[str, Any]) -> tuple[list[Logger], str 
     """The plain log, and the tracker the config names. A resumed run goes on with its own Aim run."""
     config = plan.config
     lines = JsonLinesLogger(plan.directory / "metrics.jsonl")
+    # A row of a sweep that died before its first checkpoint begins again in the same directory.
+    done = -1
     if plan.checkpoint is not None:
-        saved = torch.load(plan.checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        lines.drop_after(saved["dapo"]["step"])
+        done = torch.load(plan.checkpoint, map_location="cpu", weights_only=True, mmap=True)["dapo"]["step"]
+    lines.drop_after(done)
     if config.logger.name == "csv":
         return [lines, CSVLogger(plan.directory, name="csv", version="")], None
     if config.logger.name == "none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,27 +40,15 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A technique of a user's own: one Python file and one yaml, both outside the repository."""
+    """The documentation's technique of a user's own: a Python file and a yaml, both outside the repository."""
     home = tmp_path_factory.mktemp("outside")
-    (home / "my_technique.py").write_text(
-        """
-from callbacks.techniques.base import Technique
-
-
-class NarrowClip(Technique):
-    def __init__(self, width):
-        self.width = width
-
-    def apply(self, seams):
-        seams.change("clip_low", self.width, self.name)
-        seams.change("clip_high", self.width, self.name)
-"""
-    )
+    text = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8")
+    (python,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (home / "wide_clip.py").write_text(python)
     folder = home / "conf" / "technique"
     folder.mkdir(parents=True)
-    (folder / "narrow_clip.yaml").write_text(
-        "# @package _global_\ntechnique:\n  narrow_clip: {_target_: my_technique.NarrowClip, width: 0.05}\n"
-    )
+    (folder / "wide_clip.yaml").write_text(yaml)
     return home
 
 
@@ -75,7 +64,7 @@ def command(script: str, *arguments: str) -> list[str]:
 def sweep(outside: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Two rows × two seeds; Ctrl-C in the second row, then the same command again. Its directory and last output."""
     out = tmp_path_factory.mktemp("sweep")
-    words = [*SMALL, "technique=narrow_clip,dapo", "seed=1,2", f"output_dir={out}"]
+    words = [*SMALL, "technique=wide_clip,dapo", "seed=1,2", f"output_dir={out}"]
     again = command("run.py", f"--config-dir={outside / 'conf'}", *words, "-m")
     process = subprocess.Popen(
         again, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(outside)
@@ -91,37 +80,37 @@ def sweep(outside: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     assert "the same command goes on with it" in printed
     assert "Traceback" not in printed
     (home,) = (out / "sweeps").iterdir()
-    assert sorted(path.parent.name for path in home.glob("*/summary.json")) == ["seed-1_technique-narrow_clip"]
-    kept = (home / "seed-1_technique-narrow_clip" / "summary.json").stat().st_mtime_ns
+    assert sorted(path.parent.name for path in home.glob("*/summary.json")) == ["seed-1_technique-wide_clip"]
+    kept = (home / "seed-1_technique-wide_clip" / "summary.json").stat().st_mtime_ns
     result = subprocess.run(
         again, capture_output=True, text=True, cwd=ROOT, env=environment(outside), timeout=280, check=False
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert (home / "seed-1_technique-narrow_clip" / "summary.json").stat().st_mtime_ns == kept
-    assert "row 1 of 4: seed-1_technique-narrow_clip: finished before, skipped" in result.stdout
+    assert (home / "seed-1_technique-wide_clip" / "summary.json").stat().st_mtime_ns == kept
+    assert "row 1 of 4: seed-1_technique-wide_clip: finished before, skipped" in result.stdout
     return home, result.stdout
 
 
 def test_a_row_cut_short_goes_on_from_its_checkpoint(sweep: tuple[Path, str]) -> None:
     home, _ = sweep
-    rows = read_metrics(home / "seed-2_technique-narrow_clip" / "metrics.jsonl")
+    rows = read_metrics(home / "seed-2_technique-wide_clip" / "metrics.jsonl")
     assert [row["step"] for row in rows if "rollout/reward_mean" in row] == [1, 2]
-    record = json.loads((home / "seed-2_technique-narrow_clip" / "run.json").read_text())
+    record = json.loads((home / "seed-2_technique-wide_clip" / "run.json").read_text())
     assert "ckpt_path=last" in record["command"]
 
 
 def test_the_outside_technique_is_what_ran(sweep: tuple[Path, str]) -> None:
     home, _ = sweep
-    summary = json.loads((home / "seed-1_technique-narrow_clip" / "summary.json").read_text())
-    assert summary["techniques"] == ["NarrowClip"]
-    assert "width: 0.05" in (home / "seed-1_technique-narrow_clip" / "config.yaml").read_text()
+    summary = json.loads((home / "seed-1_technique-wide_clip" / "summary.json").read_text())
+    assert summary["techniques"] == ["WideClip"]
+    assert "width: 0.4" in (home / "seed-1_technique-wide_clip" / "config.yaml").read_text()
 
 
 def test_the_table_says_what_the_runs_logged(sweep: tuple[Path, str]) -> None:
     home, printed = sweep
     with (home / "comparison.csv").open() as file:
         table = {row["row"]: row for row in csv.DictReader(file)}
-    assert list(table) == ["narrow_clip", "dapo"]
+    assert list(table) == ["wide_clip", "dapo"]
     accuracy = {}
     for label, row in table.items():
         runs = [home / f"seed-{seed}_technique-{label}" for seed in (1, 2)]
@@ -144,7 +133,7 @@ def test_the_table_says_what_the_runs_logged(sweep: tuple[Path, str]) -> None:
         assert float(row["accuracy_low"]) <= accuracy[label] <= float(row["accuracy_high"])
         assert row["seeds"] == "1 2"
     difference = float(table["dapo"]["difference_first_mean"])
-    assert difference == pytest.approx(accuracy["dapo"] - accuracy["narrow_clip"])
+    assert difference == pytest.approx(accuracy["dapo"] - accuracy["wide_clip"])
     assert f"{100 * accuracy['dapo']:.1f}" in printed
     assert (home / "comparison.txt").read_text() in printed
 
@@ -166,7 +155,7 @@ def test_compare_makes_the_same_table_from_disk_and_from_aim(sweep: tuple[Path, 
     repo = home.parents[1]
     query = f'run.experiment == "{home.name}" and run.hparams.config.seed == 1'
     from_aim = compared(query, f"--repo={repo}")
-    assert from_aim.splitlines()[1].split()[0] == "narrow_clip"
+    assert from_aim.splitlines()[1].split()[0] == "wide_clip"
     assert from_aim.splitlines()[2].split()[0] == "dapo"
 
 
@@ -211,11 +200,11 @@ def test_a_row_that_cannot_run_is_refused_before_the_first_one_starts(tmp_path: 
 
 def test_rows_of_another_config_are_not_taken_for_this_sweeps(sweep: tuple[Path, str], outside: Path) -> None:
     home, _ = sweep
-    yaml = outside / "conf" / "technique" / "narrow_clip.yaml"
+    yaml = outside / "conf" / "technique" / "wide_clip.yaml"
     before = yaml.read_text()
     try:
-        yaml.write_text(before.replace("0.05", "0.1"))
-        words = [*SMALL, "technique=narrow_clip,dapo", "seed=1,2", f"output_dir={home.parents[1]}"]
+        yaml.write_text(before.replace("0.4", "0.1"))
+        words = [*SMALL, "technique=wide_clip,dapo", "seed=1,2", f"output_dir={home.parents[1]}"]
         result = subprocess.run(
             command("run.py", f"--config-dir={outside / 'conf'}", *words, "-m"),
             capture_output=True,
@@ -228,7 +217,7 @@ def test_rows_of_another_config_are_not_taken_for_this_sweeps(sweep: tuple[Path,
     finally:
         yaml.write_text(before)
     assert result.returncode == 2
-    assert "technique.narrow_clip.width: 0.05 there, 0.1 now" in result.stderr
+    assert "technique.wide_clip.width: 0.4 there, 0.1 now" in result.stderr
 
 
 @pytest.mark.slow

@@ -73,8 +73,16 @@ class EvaluationMonitor(L.Callback):
             step = int(path.stem.removeprefix("step_"))
             if step <= data.step:
                 self.results[step] = EvaluationResult.from_json(path)
+                self._log(trainer, step)  # again: a run may have been killed between the table and the log
             else:  # of steps that will be trained again
                 path.unlink()
+        # What these cost is known from themselves, whether or not the checkpoint was written after they were made.
+        kept = [length for result in self.results.values() for row in result.lengths for length in row]
+        booked = data.ledger.compute()
+        data.ledger.update(
+            responses_evaluation=len(kept) - booked["responses_evaluation"],
+            tokens_evaluation=sum(kept) - booked["tokens_evaluation"],
+        )
         # A run stopped during an evaluation makes it up here; one that starts from another run's checkpoint
         # takes that for its "before".
         if self.results:
@@ -116,7 +124,11 @@ class EvaluationMonitor(L.Callback):
             evaluation_seconds=seconds,
         )
         self.results[step] = result
-        metrics = {f"eval/{self.settings.name}/{name}": value for name, value in result.summary().items()}
+        self._log(trainer, step)
+
+    def _log(self, trainer: L.Trainer, step: int) -> None:
+        summary = self.results[step].summary()
+        metrics = {f"eval/{self.settings.name}/{name}": value for name, value in summary.items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
 

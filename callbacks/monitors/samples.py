@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 
 from dapo_pl.data.collate import RolloutBatch
+from dapo_pl.logs import keep_rows
 from dapo_pl.rollout.types import Group, Response
 
 
@@ -39,6 +40,12 @@ class SampleLog(L.Callback):
         self.path = path
         self.every_n_steps = every_n_steps
         self.decode = decode
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Forget samples of steps that will be trained again."""
+        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        if self.path.exists():
+            keep_rows(self.path, lambda row: row["step"] <= data.step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
