@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dapo_pl.data.collate import MiniBatch, RolloutBatch
-from dapo_pl.objective import loss_denominator, policy_loss
+from dapo_pl.objective import kl_penalty, loss_denominator, policy_loss
 from dapo_pl.policy import CausalPolicy, MicroBatch
 from dapo_pl.rollout.ledger import CostLedger
 from dapo_pl.seams import Seams
@@ -65,6 +66,23 @@ class DAPOModule(L.LightningModule):
         self.policy_version = 0
         self.on_mini_batch: Callable[[int, int], None] = lambda done, total: None
         self.skipped_mini_batches = 0
+        # A tuple, because torch does not look into one: the frozen copy must be in no checkpoint and get no
+        # optimizer step. Empty unless seams.kl_coef is above 0.
+        self.start_policy: tuple[CausalPolicy, ...] = ()
+
+    def setup(self, stage: str) -> None:
+        """Keep the starting policy if there is a penalty on leaving it; costs one more copy of the weights.
+
+        Lightning calls this after the techniques have changed the seams and before it restores a checkpoint,
+        so that a resumed run is held to the start of the first one.
+        """
+        if stage == "fit" and self.seams.kl_coef > 0 and not self.start_policy:
+            self.start_policy = (copy.deepcopy(self.policy).eval().requires_grad_(False),)
+
+    def on_fit_start(self) -> None:
+        """Move the frozen copy where the strategy has put the policy, in its precision."""
+        for start_policy in self.start_policy:
+            start_policy.to(self.device, next(self.policy.parameters()).dtype)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.policy.parameters())
@@ -98,7 +116,7 @@ class DAPOModule(L.LightningModule):
         # The first mini-batch is trained by the policy that generated it, where the ratio is 1 by
         # construction; only the later ones need log-probs from before the first update.
         old = [None, *(self.old_log_probs(later) for later in batch.mini_batches[1:])]
-        totals = UpdateStatistics()
+        totals = UpdateStatistics(kl_to_start=bool(self.start_policy))
         for number, (mini_batch, old_log_probs) in enumerate(zip(batch.mini_batches, old, strict=True)):
             self.update_policy(mini_batch, old_log_probs, totals)
             self.on_mini_batch(number + 1, len(batch.mini_batches))
@@ -140,6 +158,11 @@ class DAPOModule(L.LightningModule):
             # must not move the policy either.
             self.skipped_mini_batches += 1
             return
+        weighting: dict[str, Any] = {
+            "aggregation": seams.aggregation,
+            "denominator": denominator / self.trainer.world_size,
+            "constant_length": seams.constant_length,
+        }
         for micro in self.micro_batches(mini_batch):
             log_probs, entropies = self.policy(micro)
             tokens = log_probs.shape[1]
@@ -156,9 +179,14 @@ class DAPOModule(L.LightningModule):
                 mask,
                 clip_low=seams.clip_low,
                 clip_high=seams.clip_high,
-                aggregation=seams.aggregation,
-                denominator=denominator / self.trainer.world_size,
+                **weighting,
             )
+            for start_policy in self.start_policy:
+                with torch.no_grad():
+                    start_log_probs, _ = start_policy(micro)
+                penalty, distance = kl_penalty(log_probs, start_log_probs, mask, **weighting)
+                loss = loss + seams.kl_coef * penalty
+                statistics |= distance
             self.manual_backward(loss)
             totals.add(loss, statistics)
             lengths = mini_batch.lengths[micro.responses].to(self.device)
@@ -190,9 +218,14 @@ class DAPOModule(L.LightningModule):
 
 
 class UpdateStatistics:
-    """Sums over the micro-batches of a rollout step, turned into the logged means at its end."""
+    """Sums over the micro-batches of a rollout step, turned into the logged means at its end.
 
-    def __init__(self) -> None:
+    Args:
+        kl_to_start: whether the step measures the distance to the starting policy.
+    """
+
+    def __init__(self, *, kl_to_start: bool = False) -> None:
+        self.kl_to_start = kl_to_start
         self.sums: dict[str, float] = {}
         self.grad_norms: list[float] = []
 
@@ -231,6 +264,8 @@ class UpdateStatistics:
             "rollout/generation_probability_mean": ("probability", "written"),
             "engine/log_prob_gap_mean": ("gap", "compared"),
         }
+        if self.kl_to_start:
+            parts["objective/kl_to_start"] = ("kl_to_start", "tokens")
         means = {
             name: sums[top] / sums[bottom] if sums.get(bottom) else math.nan for name, (top, bottom) in parts.items()
         }

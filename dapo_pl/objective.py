@@ -1,21 +1,31 @@
-"""The DAPO objective (paper Eq. 8-12) as pure functions on tensors.
+"""The DAPO objective (paper Eq. 8-12), and aggregations and a penalty beyond it, as pure functions on tensors.
 
 Nothing here knows of models, configs or processes. Two conventions hold throughout:
 
 * losses are minimised, so they carry the opposite sign of the paper's objectives;
 * `denominator` is the count over the *whole* mini-batch. A caller that cuts a mini-batch into micro-batches,
   or spreads it over ranks, passes the global count to each part, and the parts' losses simply add up.
+
+An aggregation is a weight per response and a denominator: with n_i counted tokens in response i, each of them
+weighs w_i, and the result is Σ w_i x_it / D.
+
+| aggregation | w_i | D | source |
+| --- | --- | --- | --- |
+| `sample_mean` | 1 / n_i | responses with a counted token | GRPO, Eq. 5 |
+| `token_mean` | 1 | counted tokens | DAPO, Eq. 12 |
+| `sqrt_length` | 1 / √n_i | Σ √n_i | half way between those two |
+| `constant_length` | 1 / L | responses with a counted token | Dr. GRPO, Liu et al. 2025 |
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Aggregation = Literal["sample_mean", "token_mean"]
+Aggregation = Literal["sample_mean", "token_mean", "sqrt_length", "constant_length"]
 Std = Literal["sample", "population", "none"]
 
 
@@ -56,12 +66,18 @@ def loss_denominator(
     response_mask: Bool[Tensor, "responses tokens"] | Float[Tensor, "responses tokens"],
     aggregation: Aggregation,
 ) -> Float[Tensor, ""]:
-    """What the aggregation divides by: counted tokens (Eq. 12), or responses with a counted token (Eq. 5)."""
+    """What the aggregation divides by: D of this module's table, over the responses given."""
     if aggregation == "token_mean":
         return response_mask.sum().float()
-    if aggregation == "sample_mean":
+    if aggregation in ("sample_mean", "constant_length"):
         return (response_mask.sum(dim=1) > 0).sum().float()
-    raise ValueError(f"aggregation is {aggregation!r}; known are sample_mean, token_mean")
+    if aggregation == "sqrt_length":
+        return response_mask.sum(dim=1).float().sqrt().sum()
+    raise ValueError(_unknown(aggregation))
+
+
+def _unknown(aggregation: str) -> str:
+    return f"aggregation is {aggregation!r}; known are {', '.join(get_args(Aggregation))}"
 
 
 def aggregate(
@@ -69,8 +85,11 @@ def aggregate(
     response_mask: Bool[Tensor, "responses tokens"] | Float[Tensor, "responses tokens"],
     aggregation: Aggregation,
     denominator: Float[Tensor, ""] | None = None,
+    constant_length: int = 0,
 ) -> Float[Tensor, ""]:
-    """One number from per-token values: `token_mean` (Eq. 12) or `sample_mean` (Eq. 5).
+    """One number from per-token values, Σ w_i x_it / D with the weights of this module's table.
+
+    `constant_length` is L in tokens; the aggregation of that name needs it and no other reads it.
 
     Masked tokens count in neither numerator nor denominator, and may hold anything, NaN included. With no
     counted token at all the result is 0 with a zero gradient.
@@ -82,9 +101,16 @@ def aggregate(
     if aggregation == "sample_mean":
         # 1e-8, as in the released system, turns 0 / 0 into 0 for a response that is masked whole.
         values = values / (mask.sum(dim=1, keepdim=True).to(values.dtype) + 1e-8)
+    elif aggregation == "sqrt_length":
+        values = values / mask.sum(dim=1, keepdim=True).to(values.dtype).clamp(min=1).sqrt()
+    elif aggregation == "constant_length":
+        if constant_length < 1:
+            raise ValueError(f"constant_length is {constant_length}; the aggregation needs at least 1 token")
+        values = values / constant_length
     elif aggregation != "token_mean":
-        raise ValueError(f"aggregation is {aggregation!r}; known are sample_mean, token_mean")
-    return values.sum() / denominator.clamp(min=1)
+        raise ValueError(_unknown(aggregation))
+    # Over world_size ranks a rank's share of the denominator may lie below 1; only 0 stands for "nothing counted".
+    return values.sum() / torch.where(denominator > 0, denominator, torch.ones_like(denominator))
 
 
 def policy_loss(
@@ -97,6 +123,7 @@ def policy_loss(
     clip_high: float,
     aggregation: Aggregation,
     denominator: Float[Tensor, ""] | None = None,
+    constant_length: int = 0,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """The clipped surrogate, Eq. 8 (with `clip_low == clip_high` and `sample_mean`: GRPO, Eq. 5).
 
@@ -106,7 +133,7 @@ def policy_loss(
         advantages: [responses], see `group_advantages`.
         response_mask: [responses, tokens], 1 on the tokens that count.
         clip_low, clip_high: ε_low and ε_high; the ratio is clipped to [1 - ε_low, 1 + ε_high].
-        aggregation: see `aggregate`.
+        aggregation, constant_length: see `aggregate`.
         denominator: the whole mini-batch's `loss_denominator`; this call's own when None.
 
     Returns:
@@ -124,7 +151,7 @@ def policy_loss(
     unclipped = ratio * advantage
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     objective = torch.minimum(unclipped, clipped)
-    loss = -aggregate(objective, mask, aggregation, denominator)
+    loss = -aggregate(objective, mask, aggregation, denominator, constant_length)
 
     with torch.no_grad():
         active = (clipped < unclipped) & mask
@@ -139,3 +166,35 @@ def policy_loss(
             "kl": -log_ratio.sum(),
         }
     return loss, statistics
+
+
+def kl_penalty(
+    log_probs: Float[Tensor, "responses tokens"],
+    reference_log_probs: Float[Tensor, "responses tokens"],
+    response_mask: Bool[Tensor, "responses tokens"] | Float[Tensor, "responses tokens"],
+    *,
+    aggregation: Aggregation,
+    denominator: Float[Tensor, ""] | None = None,
+    constant_length: int = 0,
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """How far the policy is from a reference: k3 per token, `exp(r) - r - 1` with `r = log π_ref - log π_θ`.
+
+    k3 (Schulman, "Approximating KL Divergence", 2020; the penalty of GRPO's source, DeepSeekMath 2024) is an
+    unbiased estimate of KL(π_θ, π_ref) on tokens drawn from π_θ, never negative, and 0 only where the two agree.
+
+    Args:
+        log_probs: [responses, tokens], log π_θ of each token, nats; carries the gradient.
+        reference_log_probs: [responses, tokens], the same under the reference; carries none.
+        response_mask, aggregation, denominator, constant_length: those of the `policy_loss` it is added to.
+
+    Returns:
+        The aggregated penalty, without any coefficient, and detached sums over counted tokens: `kl_to_start`,
+        Σ of the per-token values.
+    """
+    mask = response_mask.bool()
+    # Masked positions are cut out before exp(), as in policy_loss.
+    log_ratio = torch.where(mask, reference_log_probs.detach() - log_probs, torch.zeros_like(log_probs))
+    # expm1, because near the reference exp(r) - 1 would lose in float32 all that the subtraction of r leaves.
+    values = torch.expm1(log_ratio) - log_ratio
+    penalty = aggregate(values, mask, aggregation, denominator, constant_length)
+    return penalty, {"kl_to_start": values.detach().sum()}

@@ -1,4 +1,4 @@
-"""Rewards: correctness (paper Eq. 7) and the overlong penalty (Eq. 13), and how they add up."""
+"""Rewards: correctness (paper Eq. 7), the overlong penalty (Eq. 13) and its adaptive form, and how they add up."""
 
 from __future__ import annotations
 
@@ -43,6 +43,41 @@ def overlong_penalty(
     if l_cache == 0:
         return -(overrun > 0).to(torch.get_default_dtype())
     return -(overrun / l_cache).clamp(0, 1) + 0.0  # + 0.0 turns -0 into 0
+
+
+def adaptive_overlong_penalty(
+    lengths: Int[Tensor, " responses"] | Float[Tensor, " responses"],
+    history: Int[Tensor, " past"] | Float[Tensor, " past"],
+    *,
+    percentile: int | float,
+) -> Float[Tensor, " responses"]:
+    """A ramp like Eq. 13's, placed by the lengths seen before instead of by a limit.
+
+    `-clip((length - start) / width, 0, 1)`, where `start` is the percentile of `history` (linear between its
+    neighbours) and `width` the history's interquartile range, at least 1 token.
+
+    Args:
+        lengths: [responses], generated tokens, end token included.
+        history: [past], the same of earlier responses; without any there is no penalty.
+        percentile: 0 to 100, where in the history the ramp starts.
+
+    Returns:
+        [responses], in [-1, 0].
+    """
+    if not 0 <= percentile <= 100:
+        raise ValueError(f"percentile is {percentile}; it must lie between 0 and 100")
+    dtype = torch.get_default_dtype()
+    if len(history) == 0:
+        return torch.zeros(len(lengths), dtype=dtype)
+    # Not torch.quantile, which refuses more than 2^24 values; in float64, so that whole tokens stay whole.
+    marks = torch.tensor([percentile / 100, 0.25, 0.75], dtype=torch.float64)
+    ordered = history.double().sort().values
+    place = marks * (len(ordered) - 1)
+    below = place.floor().long()
+    above = place.ceil().long()
+    start, lower, upper = torch.lerp(ordered[below], ordered[above], place - below)
+    width = (upper - lower).clamp(min=1)
+    return -((lengths.double() - start) / width).clamp(0, 1).to(dtype) + 0.0  # + 0.0 turns -0 into 0
 
 
 def total_rewards(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> Float[Tensor, " responses"]:

@@ -4,7 +4,10 @@
 | --- | --- | --- |
 | `clip_low`, `clip_high` | 0.2, 0.2 | the loss, Eq. 8 |
 | `aggregation` | `sample_mean` | the loss, Eq. 5 / 12 |
+| `constant_length` | 0, unset | the loss, where the aggregation is `constant_length` |
+| `kl_coef` | 0, no penalty and no reference policy | the loss: that many times the KL to the start is added |
 | `std` | `sample` | the advantages, Eq. 9 |
+| `group_weight` | 1 for every group | the advantages: each group's are scaled by weight / mean weight |
 | `response_filter` | every response counts | the response mask |
 | `group_filter` | every group is accepted | the sampler, Eq. 11 |
 | `reward_terms` | correctness only | the rewards, Eq. 7; techniques add terms |
@@ -36,6 +39,11 @@ def every_group(group: Group) -> bool:
     return True
 
 
+def equal_weight(group: Group) -> float:
+    """Naive GRPO: every group weighs the same."""
+    return 1.0
+
+
 @dataclass
 class Seams:
     """The method being run. A fresh instance is naive GRPO (Table 1, first row)."""
@@ -43,9 +51,12 @@ class Seams:
     clip_low: float = 0.2
     clip_high: float = 0.2
     aggregation: Aggregation = "sample_mean"
+    constant_length: int = 0
+    kl_coef: float = 0.0
     std: Std = "sample"
     response_filter: Callable[[Response], bool] = every_response
     group_filter: Callable[[Group], bool] = every_group
+    group_weight: Callable[[Group], float] = equal_weight
     reward_terms: dict[str, RewardTerm] = field(default_factory=lambda: {"correctness": correctness})
     owners: dict[str, str] = field(default_factory=dict)
     refusals: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -54,9 +65,12 @@ class Seams:
         "clip_low",
         "clip_high",
         "aggregation",
+        "constant_length",
+        "kl_coef",
         "std",
         "response_filter",
         "group_filter",
+        "group_weight",
     )
 
     def change(self, seam: str, value: Any, owner: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import torch
 from datasets import Dataset
+from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -129,6 +130,17 @@ def plan(config: DictConfig, directory: Path) -> Plan:
     )
 
 
+def made(options: DictConfig, **arguments: Any) -> Any:
+    """What a `_target_` of the config makes; whatever its constructor refuses is the user's to read."""
+    try:
+        return instantiate(options, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(f"{options._get_full_key(None)}: cannot make {options._target_}: {reason}") from error
+
+
 def prepare_warm_start(config: DictConfig) -> tuple[WarmStartSettings | None, Sequence[Example]]:
     """Settings and worked examples, or None and none of them for `warm_start=none`."""
     options = OmegaConf.to_container(config.warm_start, resolve=True)
@@ -137,13 +149,13 @@ def prepare_warm_start(config: DictConfig) -> tuple[WarmStartSettings | None, Se
         return None, []
     settings = WarmStartSettings(**options)  # pyright: ignore[reportCallIssue]
     size = settings.steps * settings.batch_size
-    source = instantiate(config.data)
+    source = made(config.data)
     return settings, warm_start_examples(source, size, settings.seed, settings.direct_share)
 
 
 def prepare_model(config: DictConfig) -> tuple[str, ModelFacts, PreTrainedTokenizerBase]:
     """Directory or hub name, what its config says, and its tokenizer; no weights are loaded."""
-    model = str(instantiate(config.model).prepare())
+    model = str(made(config.model).prepare())
     facts = check_model(model)
     window = config.engine.max_model_len
     if window > facts.max_position_embeddings:
@@ -156,7 +168,7 @@ def prepare_model(config: DictConfig) -> tuple[str, ModelFacts, PreTrainedTokeni
 
 def load_problems(config: DictConfig, split: Split) -> Dataset:
     """A split of the prompt source; its files are read and checked here, before any model is touched."""
-    return instantiate(config.data).load(split)
+    return made(config.data).load(split)
 
 
 def prepare_prompts(config: DictConfig, problems: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -174,7 +186,7 @@ def load_techniques(config: DictConfig) -> list[Technique]:
     techniques = []
     seams = Seams()
     for name, options in config.technique.items():
-        technique = instantiate(options)
+        technique = made(options)
         if not isinstance(technique, Technique):
             raise UserError(f"technique.{name} is a {type(technique).__name__}, which is no Technique")
         technique.apply(seams)
@@ -260,7 +272,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
         policy,
         seams,
         ledger,
-        optimizer=instantiate(config.optimizer),
+        optimizer=made(config.optimizer),
         warmup_rollout_steps=config.rollout.warmup_steps,
         gradient_clip=config.policy.gradient_clip,
         max_tokens_per_micro_batch=config.policy.max_tokens_per_micro_batch,
@@ -304,7 +316,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
             checkpoint,
             evaluation,
             *([BestCheckpoint(checkpoint, evaluation.results)] if options.keep_best else []),
-            *instantiate(config.callbacks.extra).values(),
+            *made(config.callbacks.extra).values(),
         ],
         plugins=[AtomicCheckpointIO()],
         default_root_dir=plan.directory,
@@ -350,7 +362,7 @@ def make_engine(options: DictConfig, model: str, facts: ModelFacts, tokenizer: P
     def decode(token_ids: list[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=True)  # pyright: ignore[reportReturnType]
 
-    return instantiate(options, model=model, end_ids=list(facts.end_ids), pad_id=facts.pad_id, decode=decode)
+    return made(options, model=model, end_ids=list(facts.end_ids), pad_id=facts.pad_id, decode=decode)
 
 
 def make_loggers(plan: Plan, record: dict[str, Any]) -> tuple[list[Logger], str | None]:

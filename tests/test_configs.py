@@ -8,6 +8,8 @@ import pytest
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from callbacks.techniques.dr_grpo import DrGRPO
+from dapo_pl.errors import UserError
 from experiments.assembly import load_techniques, prepare_warm_start
 from experiments.composing import CONFIG_DIR, compose_run
 
@@ -61,10 +63,45 @@ CLIP, SOFT, TOKEN, DYNAMIC, FILTER = (
         ("-token_level_loss", {CLIP, SOFT, DYNAMIC}),
         ("-dynamic_sampling", {CLIP, SOFT, TOKEN}),
         ("[clip_higher,token_level_loss]", {CLIP, TOKEN}),
+        ("sqrt_length", {"SqrtLength"}),
+        ("dr_grpo", {"DrGRPO"}),
+        ("kl_penalty", {"KLPenalty"}),
+        ("importance_weighting", {"ImportanceWeighting"}),
+        ("adaptive_overlong", {"AdaptiveOverlong"}),
+        ("[dapo,kl_penalty]", {CLIP, SOFT, TOKEN, DYNAMIC, "KLPenalty"}),
+        ("[dapo,importance_weighting]", {CLIP, SOFT, TOKEN, DYNAMIC, "ImportanceWeighting"}),
+        ("[overlong_filtering,adaptive_overlong,dr_grpo]", {FILTER, "AdaptiveOverlong", "DrGRPO"}),
     ],
 )
 def test_technique_options_are_the_rows_of_table_1(option: str, names: set[str]) -> None:
     assert {technique.name for technique in load_techniques(composed(f"technique={option}"))} == names
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["technique=[dr_grpo,token_level_loss]"], "DrGRPO and TokenLevelLoss both change aggregation"),
+        (["technique=[dapo,sqrt_length]"], "TokenLevelLoss and SqrtLength both change aggregation"),
+        (
+            ["technique=[dapo,adaptive_overlong]"],
+            "SoftOverlongPunishment and AdaptiveOverlong both change reward_terms.overlong_penalty",
+        ),
+        (["technique=kl_penalty", "technique.kl_penalty.kl_coef=-1"], "kl_coef is -1"),
+        (["technique=dr_grpo", "technique.dr_grpo.length=0"], "length is 0"),
+        (["technique=adaptive_overlong", "technique.adaptive_overlong.percentile=101"], "percentile is 101"),
+        (["technique=adaptive_overlong", "technique.adaptive_overlong.window=0"], "window is 0"),
+    ],
+)
+def test_techniques_that_cannot_run_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_techniques(composed(*overrides))
+    assert sentence in str(refused.value)
+
+
+def test_dr_grpo_divides_by_the_generation_limit() -> None:
+    (technique,) = load_techniques(composed("technique=dr_grpo", "sampling.max_tokens=123"))
+    assert isinstance(technique, DrGRPO)
+    assert technique.length == 123
 
 
 def test_tiny_brings_its_own_problems_and_an_explicit_choice_wins() -> None:

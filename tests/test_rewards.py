@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_pl.rewards import correctness, overlong_penalty, total_rewards
+from dapo_pl.rewards import adaptive_overlong_penalty, correctness, overlong_penalty, total_rewards
 from dapo_pl.rollout.types import Response
 
 
@@ -56,6 +59,50 @@ def test_the_penalty_is_the_piecewise_definition(l_max: int, data: st.DataObject
 def test_an_impossible_ramp_is_refused(l_max: int, l_cache: int) -> None:
     with pytest.raises(ValueError, match="l_cache"):
         overlong_penalty(torch.tensor([5]), l_max=l_max, l_cache=l_cache)
+
+
+@pytest.mark.parametrize(
+    ("history", "percentile", "expected"),
+    [
+        # 0, 10, ..., 100: start 90, quartiles 25 and 75, width 50.
+        (range(0, 101, 10), 90, {0: 0.0, 90: 0.0, 91: -0.02, 115: -0.5, 140: -1.0, 500: -1.0}),
+        # The same shuffled by hand, start at the median: 50.
+        ((50, 0, 100, 30, 20, 90, 10, 80, 70, 40, 60), 50, {50: 0.0, 75: -0.5, 100: -1.0}),
+        # Between two values: of 4 and 8 the 90th percentile is 4 + 0.9 · 4 = 7.6, quartiles 5 and 7, width 2.
+        ((8, 4), 90, {7: 0.0, 8: -0.2, 9: -0.7, 10: -1.0}),
+        # All alike: the spread is 0 and the width 1 token.
+        ((6, 6, 6), 90, {6: 0.0, 7: -1.0}),
+        # A single value, and the ends of the scale.
+        ((5,), 90, {5: 0.0, 6: -1.0}),
+        ((1, 2, 3, 4, 5), 0, {1: 0.0, 2: -0.5, 3: -1.0}),
+        ((1, 2, 3, 4, 5), 100, {5: 0.0, 6: -0.5, 7: -1.0}),
+        # Nothing seen yet.
+        ((), 90, {0: 0.0, 10**6: 0.0}),
+    ],
+)
+def test_the_adaptive_ramp_by_hand(history: Sequence[int], percentile: float, expected: dict[int, float]) -> None:
+    penalty = adaptive_overlong_penalty(
+        torch.tensor(list(expected)), torch.tensor(list(history)), percentile=percentile
+    )
+    assert penalty.tolist() == pytest.approx(list(expected.values()), abs=1e-6)
+    assert not torch.signbit(penalty[penalty == 0]).any()
+
+
+@given(
+    st.lists(st.integers(0, 20480), min_size=1, max_size=60),
+    st.lists(st.integers(0, 30000), min_size=1, max_size=10),
+    st.floats(0, 100),
+)
+def test_the_adaptive_ramp_is_numpys_percentiles(history: list[int], lengths: list[int], percentile: float) -> None:
+    start, lower, upper = np.percentile(history, [percentile, 25, 75])
+    expected = -np.clip((np.array(lengths) - start) / max(1, upper - lower), 0, 1)
+    penalty = adaptive_overlong_penalty(torch.tensor(lengths), torch.tensor(history), percentile=percentile)
+    assert penalty.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_a_percentile_off_the_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match="percentile is 101"):
+        adaptive_overlong_penalty(torch.tensor([1]), torch.tensor([1]), percentile=101)
 
 
 def response(length: int, correct: bool) -> Response:

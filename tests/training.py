@@ -84,9 +84,11 @@ def make_trainer(directory: Path, **options: Any) -> L.Trainer:
     )
 
 
-def train_on(module: DAPOModule, groups: list[Group], directory: Path, mini_batch_size: int = 16) -> L.Trainer:
+def train_on(
+    module: DAPOModule, groups: list[Group], directory: Path, mini_batch_size: int = 16, **options: Any
+) -> L.Trainer:
     """One rollout step on recorded groups."""
     batch = collate(1, Rollout(groups, groups, {}, 1.0), module.seams, mini_batch_size)
-    trainer = make_trainer(directory)
+    trainer = make_trainer(directory, **options)
     trainer.fit(module, datamodule=Recorded([batch]))
     return trainer

@@ -9,7 +9,7 @@ from dapo_pl.seams import Seams
 
 
 class Technique(L.Callback):
-    """A callback that changes one seam when training is set up, and does nothing else.
+    """A callback that changes its own seam when training is set up, and does nothing else.
 
     A subclass writes `apply`. The same method runs once more on a scratch `Seams` before any model loads, so
     that a conflict between techniques is found at start-up; it must not depend on anything but its own

@@ -62,8 +62,13 @@ class RolloutBatch:
 def collate(step: int, rollout: Rollout, seams: Seams, mini_batch_size: int) -> RolloutBatch:
     """Advantages (Eq. 9) and masks of the accepted groups, cut into mini-batches of whole groups.
 
-    Responses the filter masks still count in their group's mean and standard deviation.
+    Responses the filter masks still count in their group's mean and standard deviation. Group weights are
+    scaled to mean 1 over the step's accepted groups, so that they shift the gradient between groups and leave
+    its size alone; where all are 0 the advantages are 0.
     """
+    weights = [seams.group_weight(group) for group in rollout.accepted]
+    total = sum(weights)
+    factors = [weight * len(weights) / total if total > 0 else 0.0 for weight in weights]
     mini_batches = []
     per_batch = max(1, mini_batch_size // max(len(group.responses) for group in rollout.accepted))
     for start in range(0, len(rollout.accepted), per_batch):
@@ -78,6 +83,7 @@ def collate(step: int, rollout: Rollout, seams: Seams, mini_batch_size: int) -> 
             response_mask[row, : response.length] = seams.response_filter(response)
             if response.log_probs is not None:
                 engine_log_probs[row, : response.length] = torch.tensor(response.log_probs)
-        advantages = group_advantages(rewards, group_ids, seams.std)
+        group_factors = torch.tensor(factors[start : start + per_batch], dtype=rewards.dtype)
+        advantages = group_advantages(rewards, group_ids, seams.std) * group_factors[group_ids]
         mini_batches.append(MiniBatch(groups, rewards, advantages, response_mask, engine_log_probs))
     return RolloutBatch(step, rollout, mini_batches)
