@@ -99,7 +99,7 @@ def entry_point(
         finish: looks at a sweep's directory when all rows have ended; the exit status.
     """
     try:
-        sys.argv[1:] = name_model_directory(sys.argv[1:])
+        sys.argv[1:] = name_model_directory(flags_first(sys.argv[1:]))
         options = get_args_parser().parse_args(sys.argv[1:])
         if not (options.help or options.hydra_help or options.info):
             check_overrides(sys.argv[1:])
@@ -112,6 +112,12 @@ def entry_point(
         main()
     except UserError as error:
         fail(error)
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The same command line in the one order Hydra takes: no overrides on both sides of a flag."""
+    overrides = get_args_parser().parse_intermixed_args(arguments).overrides
+    return [text for text in arguments if text not in overrides] + overrides
 
 
 def name_model_directory(arguments: list[str]) -> list[str]:

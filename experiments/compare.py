@@ -15,7 +15,7 @@ from dapo_pl.analysis.runs import RunRecord, as_csv, as_markdown, as_text, compa
 from dapo_pl.analysis.tracked import directories
 from dapo_pl.errors import UserError
 from experiments.command_line import fail
-from experiments.sweep import read_plan
+from experiments.sweep import as_mapping, read_plan
 
 FORMATS = {"text": (as_text, "txt"), "markdown": (as_markdown, "md"), "csv": (as_csv, "csv")}
 
@@ -29,7 +29,7 @@ def in_order(home: Path, directories: Sequence[Path]) -> tuple[list[RunRecord], 
     found = []
     missing = []
     for row in rows:
-        wanted = dict(text.partition("=")[::2] for text in row)
+        wanted = as_mapping(row)
         matching = [run for run in runs if wanted.items() <= run.overrides.items()]
         found += matching[:1]
         missing += [] if matching else [row]

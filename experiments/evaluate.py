@@ -66,6 +66,7 @@ def run_of(config: DictConfig) -> Path | None:
 def take_from_run(config: DictConfig, run: Path, overrides: Sequence[str]) -> None:
     """Put a run's sections into `config`, and what the command line says of them on top."""
     saved = OmegaConf.load(run / "config.yaml")
+    assert isinstance(saved, DictConfig)
     keys = [text.lstrip("+~").partition("=")[0] for text in overrides]
     OmegaConf.set_struct(config, False)
     for section in SECTIONS:

@@ -51,7 +51,6 @@ class Sweep:
         self.arguments = list(arguments)
         options = get_args_parser().parse_args(self.arguments)
         self.overrides: list[str] = options.overrides
-        # Flags first: argparse takes no overrides on both sides of one.
         self.flags = [text for text in self.arguments if text not in self.overrides]
         self.config_dir: str | None = options.config_dir
         own = [text for text in options.overrides if not text.lstrip("+~").startswith("hydra")]
@@ -102,7 +101,12 @@ class Sweep:
 
 def value(row: Sequence[str], key: str) -> str | None:
     """What a row sets `key` to."""
-    return dict(text.partition("=")[::2] for text in row).get(key)
+    return as_mapping(row).get(key)
+
+
+def as_mapping(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides by key; of one given twice the last counts."""
+    return {key: text for key, _, text in (override.partition("=") for override in overrides)}
 
 
 def _not_swept(overrides: Sequence[str]) -> list[str]:

@@ -209,7 +209,7 @@ def test_help_and_cfg_say_what_runs() -> None:
 def test_run_directories_are_named_by_the_command_and_can_be_typed_back(tmp_path: Path) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from experiments.command_line import run_directory
+    from experiments.composing import run_directory
 
     name = "model=tiny,technique=[clip_higher,token_level_loss],model.path=/a b/c,seed=2"
     first = Path(run_directory(str(tmp_path), "run", name, None))

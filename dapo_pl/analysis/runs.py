@@ -79,7 +79,7 @@ def load_run(directory: Path) -> RunRecord:
         except ValueError as error:
             raise UserError(f"{path} is damaged ({error}): run it again") from error
     run, summary = found["run.json"], found["summary.json"]
-    overrides = dict(text.partition("=")[::2] for text in run.get("overrides", []))
+    overrides = {key: text for key, _, text in (one.partition("=") for one in run.get("overrides", []))}
     return RunRecord(directory, overrides, summary, {**run["versions"], "git": run.get("git", {})})
 
 
