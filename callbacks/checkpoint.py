@@ -18,6 +18,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from dapo_pl.data.collate import RolloutBatch
 from dapo_pl.errors import UserError
 from dapo_pl.evaluation import EvaluationResult, avg_at_k
+from dapo_pl.rollout.engine import EngineFailed
 from dapo_pl.rollout.sampler import RolloutInterrupted
 
 
@@ -123,7 +124,7 @@ class RolloutCheckpoint(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Between steps the state is whole; an error inside the update would save half a step."""
         step = trainer.datamodule.step  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(exception, RolloutInterrupted):
+        if isinstance(exception, RolloutInterrupted | EngineFailed):
             self.save(trainer, step)
 
     def on_save_checkpoint(

@@ -80,12 +80,31 @@ def adaptive_overlong_penalty(
     return -((lengths.double() - start) / width).clamp(0, 1).to(dtype) + 0.0  # + 0.0 turns -0 into 0
 
 
+def task_reward(responses: Sequence[Response]) -> Float[Tensor, " responses"]:
+    """The configured reward in the place of Eq. 7, see `dapo_pl.rollout.task_reward`."""
+    return torch.tensor([response.task_reward for response in responses], dtype=torch.get_default_dtype())
+
+
 def total_rewards(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> Float[Tensor, " responses"]:
     """Sum of all terms, [responses]. Each term must give exactly one number per response."""
-    total = torch.zeros(len(responses))
-    for name, term in terms.items():
-        values = term(responses)
+    return _add_up(responses, _values(responses, terms))
+
+
+def give_rewards(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> None:
+    """Write each response's reward, and its parts by the terms' names."""
+    values = _values(responses, terms)
+    for row, (response, reward) in enumerate(zip(responses, _add_up(responses, values).tolist(), strict=True)):
+        response.reward = reward
+        response.reward_components |= {name: float(column[row]) for name, column in values.items()}
+
+
+def _values(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> dict[str, Tensor]:
+    found = {name: term(responses) for name, term in terms.items()}
+    for name, values in found.items():
         if values.shape != (len(responses),):
             raise ValueError(f"reward term {name!r} gave {tuple(values.shape)} for {len(responses)} responses")
-        total = total + values
-    return total
+    return found
+
+
+def _add_up(responses: Sequence[Response], values: dict[str, Tensor]) -> Tensor:
+    return sum(values.values(), torch.zeros(len(responses)))

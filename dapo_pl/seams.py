@@ -10,13 +10,14 @@
 | `group_weight` | 1 for every group | the advantages: each group's are scaled by weight / mean weight |
 | `response_filter` | every response counts | the response mask |
 | `group_filter` | every group is accepted | the sampler, Eq. 11 |
-| `reward_terms` | correctness only | the rewards, Eq. 7; techniques add terms |
+| `reward_terms` | correctness only (or the config's reward) | the rewards, Eq. 7; techniques add terms |
 
 A seam has one owner. Reward terms add up, so there each *name* has one owner.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,8 +36,18 @@ def every_response(response: Response) -> bool:
 
 
 def every_group(group: Group) -> bool:
-    """Naive GRPO: no group is filtered."""
-    return True
+    """Naive GRPO: no group is filtered, unless it has no rewards to learn from."""
+    return not group.dropped
+
+
+def _undropped(group_filter: Callable[[Group], bool]) -> Callable[[Group], bool]:
+    """The filter as it is, for groups that have rewards; one without them is never accepted, whatever it says."""
+
+    @functools.wraps(group_filter)
+    def accepts(group: Group) -> bool:
+        return not group.dropped and group_filter(group)
+
+    return accepts
 
 
 def equal_weight(group: Group) -> float:
@@ -78,7 +89,7 @@ class Seams:
         if seam not in self.NAMES:
             raise UserError(f"technique {owner} changes {seam!r}, which is no seam: {nearest(seam, self.NAMES)}")
         self._own(seam, owner)
-        setattr(self, seam, value)
+        setattr(self, seam, _undropped(value) if seam == "group_filter" else value)
 
     def add_reward(self, name: str, term: RewardTerm, owner: str) -> None:
         """Add a reward term on behalf of the technique `owner`."""

@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from callbacks.checkpoint import AtomicCheckpointIO, BestCheckpoint, RolloutCheckpoint, StopRequest
 from callbacks.monitors.evaluation import EvaluationMonitor, EvaluationSettings
 from callbacks.monitors.health import CostMonitor, HealthMonitor
+from callbacks.monitors.rewards import RewardMonitor
+from callbacks.monitors.rollouts import RolloutRecorder
 from callbacks.monitors.samples import SampleLog
 from callbacks.progress import ProgressReport, StatusLine
 from callbacks.techniques.base import Technique
@@ -37,9 +39,13 @@ from dapo_pl.logs import JsonLinesLogger
 from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir, load_tokenizer
 from dapo_pl.module import DAPOModule
 from dapo_pl.policy import CausalPolicy
+from dapo_pl.rewards import task_reward
 from dapo_pl.rollout.engine import Engine, Sampling
 from dapo_pl.rollout.ledger import CostLedger
+from dapo_pl.rollout.records import read_steps
+from dapo_pl.rollout.replay_engine import ReplayEngine
 from dapo_pl.rollout.sampler import PromptOrder, RolloutInterrupted, RolloutSettings, Sampler
+from dapo_pl.rollout.task_reward import TOTAL, RewardSettings, TaskReward
 from dapo_pl.rollout.types import Prompt
 from dapo_pl.seams import Seams
 from dapo_pl.warm_start import Example, WarmStartSettings, warm_start
@@ -57,6 +63,7 @@ class Plan:
     settings: RolloutSettings
     sampling: Sampling
     evaluation: EvaluationSettings
+    reward: RewardSettings
     warm_start: WarmStartSettings | None
     examples: Sequence[Example]
     model: str
@@ -75,6 +82,7 @@ class Settings:
     rollout: RolloutSettings
     sampling: Sampling
     evaluation: EvaluationSettings
+    reward: RewardSettings
 
 
 def check_settings(config: DictConfig) -> Settings:
@@ -90,16 +98,19 @@ def check_settings(config: DictConfig) -> Settings:
             "it must be 1 in training (evaluation.top_p is free)"
         )
     evaluation = EvaluationSettings(**config.evaluation)
+    reward = load_reward(config)
     techniques = load_techniques(config)
     check_logger(config.logger.name)
     get_class(config.engine._target_).require()
-    return Settings(techniques, settings, sampling, evaluation)
+    return Settings(techniques, settings, sampling, evaluation, reward)
 
 
 def plan(config: DictConfig, directory: Path) -> Plan:
     """Check a config from the cheapest to the dearest; raises `UserError` at the first thing that is wrong."""
     settings = check_settings(config)
     checkpoint = find_checkpoint(config, directory)
+    if replays(config):
+        read_steps(Path(config.engine.path))
 
     problems = [load_problems(config, split) for split in ("train", "evaluation")]
     warm, examples = prepare_warm_start(config)
@@ -119,6 +130,7 @@ def plan(config: DictConfig, directory: Path) -> Plan:
         settings=settings.rollout,
         sampling=settings.sampling,
         evaluation=settings.evaluation,
+        reward=settings.reward,
         warm_start=warm,
         examples=examples,
         model=model,
@@ -181,16 +193,37 @@ def prepare_prompts(config: DictConfig, problems: Dataset, tokenizer: PreTrained
     )
 
 
+def load_reward(config: DictConfig) -> RewardSettings:
+    """The reward's functions, each imported and proven to take what it will be given."""
+    options = OmegaConf.to_container(config.reward, resolve=True)
+    assert isinstance(options, dict)
+    return RewardSettings.from_options({str(name): value for name, value in options.items()})
+
+
+def make_seams(reward: RewardSettings) -> Seams:
+    """Naive GRPO on the config's reward."""
+    return Seams() if reward.plain else Seams(reward_terms={TOTAL: task_reward})
+
+
+def replays(config: DictConfig) -> bool:
+    """Whether the responses are recorded ones."""
+    return issubclass(get_class(config.engine._target_), ReplayEngine)
+
+
 def load_techniques(config: DictConfig) -> list[Technique]:
     """The technique callbacks, proven on scratch seams not to be in each other's way."""
     techniques = []
-    seams = Seams()
+    reward = load_reward(config)
+    seams = make_seams(reward)
     for name, options in config.technique.items():
         technique = made(options)
         if not isinstance(technique, Technique):
             raise UserError(f"technique.{name} is a {type(technique).__name__}, which is no Technique")
         technique.apply(seams)
         techniques.append(technique)
+    for component in reward.components:
+        if not reward.plain and component.name in seams.reward_terms:
+            raise UserError(f"reward {component.name} has the name of a technique's reward term: rename it")
     return techniques
 
 
@@ -242,7 +275,6 @@ class Run:
     module: DAPOModule
     data: RolloutDataModule
     evaluation: EvaluationMonitor
-    engine: Engine
     aim_hash: str | None
     warm_start_seconds: float
 
@@ -267,7 +299,8 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
     )
     policy.check_layout()
     ledger = CostLedger()
-    seams = Seams()
+    seams = make_seams(plan.reward)
+    reward = None if plan.reward.plain else TaskReward(plan.reward)
     module = DAPOModule(
         policy,
         seams,
@@ -280,9 +313,12 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
         fingerprint=plan.facts.fingerprint,
     )
     status.say(f"starting {get_class(config.engine._target_).__name__}")
-    engine = make_engine(config.engine, model, plan.facts, plan.tokenizer)
+
+    def new_engine() -> Engine:
+        return make_engine(config.engine, model, plan.facts, plan.tokenizer)
+
     sampler = Sampler(
-        engine=engine,
+        engine=new_engine(),
         order=PromptOrder(plan.train_prompts, config.seed),
         seams=seams,
         settings=plan.settings,
@@ -291,9 +327,16 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
         max_in_flight=config.engine.max_num_seqs,
         should_stop=stop,
     )
-    data = RolloutDataModule(sampler, ledger)
+    if reward is not None:
+        sampler.task_reward = reward
+    data = RolloutDataModule(sampler, ledger, new_engine)
     evaluation = EvaluationMonitor(
-        plan.evaluation, plan.evaluation_prompts, plan.sampling.max_tokens, plan.directory / "evaluations", status
+        plan.evaluation,
+        plan.evaluation_prompts,
+        plan.sampling.max_tokens,
+        plan.directory / "evaluations",
+        status,
+        recorded=Path(config.engine.path).parent / "evaluations" if replays(config) else None,
     )
     options = config.checkpoint
     checkpoint = RolloutCheckpoint(
@@ -308,11 +351,13 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
         callbacks=[
             *plan.techniques,
             HealthMonitor(),
+            RewardMonitor(reward),
             CostMonitor(),
             SampleLog(
                 plan.directory / "samples.jsonl", config.callbacks.sample_log_every_n_steps, plan.tokenizer.decode
             ),
             ProgressReport(status),
+            *([RolloutRecorder(plan.directory / "rollouts")] if config.record_rollouts else []),
             checkpoint,
             evaluation,
             *([BestCheckpoint(checkpoint, evaluation.results)] if options.keep_best else []),
@@ -326,7 +371,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
         log_every_n_steps=1,
         num_sanity_val_steps=0,
     )
-    return Run(trainer, module, data, evaluation, engine, aim_hash, warm_start_seconds)
+    return Run(trainer, module, data, evaluation, aim_hash, warm_start_seconds)
 
 
 def run_warm_start(

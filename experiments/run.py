@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shlex
@@ -26,6 +27,8 @@ def main(config: DictConfig) -> None:
     quieten()
     from callbacks.checkpoint import StopRequest
     from callbacks.progress import StatusLine
+    from dapo_pl.errors import UserError
+    from dapo_pl.rollout.engine import EngineFailed
     from dapo_pl.rollout.sampler import RolloutInterrupted
     from dapo_pl.warm_start import save_model
     from experiments.assembly import build, plan
@@ -54,9 +57,14 @@ def main(config: DictConfig) -> None:
         stopped = stop.requested
     except RolloutInterrupted:
         stopped = True
+    except EngineFailed as error:
+        raise UserError(
+            f"the engine failed twice in one step ({error}): the steps before it are kept, go on with ckpt_path=last"
+        ) from error
     finally:
         if run is not None:
-            run.engine.close()
+            with contextlib.suppress(Exception):  # an engine that has failed may fail at this too
+                run.data.sampler.engine.close()
     if stopped or run is None:
         if run is not None and (directory / "checkpoints" / "last.ckpt").exists():
             again = shlex.join(word for word in sys.argv[1:] if not word.startswith("ckpt_path="))

@@ -70,6 +70,11 @@ def test_unknown_keys_and_options_suggest_the_nearest(tmp_path: Path, arguments:
         (["ckpt_path=last"], "leave ckpt_path out"),
         (["logger.name=wandb"], "known are aim, csv, none"),
         (["warm_start=tiny", "warm_start.precision=fp8"], "warm_start.precision"),
+        (["reward._target_=no_such_module.fn"], "no_such_module.fn cannot be loaded"),
+        (["reward._target_=reward_functions.not_a_function"], "not a function"),
+        (["reward.timeout_seconds=-1"], "reward.timeout_seconds is -1"),
+        (["reward.on_failure=ignore"], "known are drop_group, stop, worst"),
+        (["engine=replay", "engine.path=/no/rollouts"], "engine.path=/no/rollouts: there is no such folder"),
     ],
 )
 def test_impossible_settings(tmp_path: Path, arguments: list[str], words: str) -> None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from callbacks.techniques.dr_grpo import DrGRPO
 from dapo_pl.errors import UserError
-from experiments.assembly import load_techniques, prepare_warm_start
+from experiments.assembly import load_reward, load_techniques, make_seams, prepare_warm_start
 from experiments.composing import CONFIG_DIR, compose_run
 
 GROUPS = sorted(
@@ -27,6 +27,7 @@ def test_every_option_composes_and_resolves(group: str, option: str, tmp_path: P
     extra = {
         ("model", "hf"): ["model.path=x"],
         ("data", "file"): ["data.path=x", "data.evaluation_path=x"],
+        ("engine", "replay"): ["engine.path=x"],
     }.get((group, option), [])
     config = composed(f"{group}={option}", *extra)
     OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -102,6 +103,20 @@ def test_dr_grpo_divides_by_the_generation_limit() -> None:
     (technique,) = load_techniques(composed("technique=dr_grpo", "sampling.max_tokens=123"))
     assert isinstance(technique, DrGRPO)
     assert technique.length == 123
+
+
+def test_rewards_are_chosen_by_dotted_path_or_by_name() -> None:
+    plain = load_reward(composed())
+    assert plain.plain
+    assert make_seams(plain).reward_terms.keys() == {"correctness"}
+    one = load_reward(composed("reward._target_=reward_functions.vowels", "+reward.scale=2"))
+    assert [(part.name, part.arguments) for part in one.components] == [("vowels", {"scale": 2})]
+    assert make_seams(one).reward_terms.keys() == {"task"}
+    brief = "{_target_: reward_functions.short, weight: 0.2, minimum: 0, longest: 50}"
+    several = load_reward(composed("reward=several", f"+reward.components.brief={brief}"))
+    assert [(part.name, part.weight) for part in several.components] == [("correctness", 1.0), ("brief", 0.2)]
+    with pytest.raises(UserError, match="overlong_penalty has the name of a technique's reward term"):
+        load_techniques(composed("reward=several", f"+reward.components.overlong_penalty={brief}"))
 
 
 def test_tiny_brings_its_own_problems_and_an_explicit_choice_wins() -> None:

@@ -50,6 +50,7 @@ class EvaluationMonitor(L.Callback):
         max_tokens: generation limit.
         directory: of the tables, `step_000000.json` and so on.
         status: where progress goes.
+        recorded: the tables of a run that is being replayed, which are taken over instead of made.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class EvaluationMonitor(L.Callback):
         max_tokens: int,
         directory: Path,
         status: StatusLine,
+        recorded: Path | None = None,
     ) -> None:
         self.settings = settings
         self.prompts = prompts
         self.max_tokens = max_tokens
         self.directory = directory
         self.status = status
+        self.recorded = recorded
         self.results: dict[int, EvaluationResult] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -76,13 +79,14 @@ class EvaluationMonitor(L.Callback):
                 self._log(trainer, step)  # again: a run may have been killed between the table and the log
             else:  # of steps that will be trained again
                 path.unlink()
-        # What these cost is known from themselves, whether or not the checkpoint was written after they were made.
-        kept = [length for result in self.results.values() for row in result.lengths for length in row]
-        booked = data.ledger.compute()
-        data.ledger.update(
-            responses_evaluation=len(kept) - booked["responses_evaluation"],
-            tokens_evaluation=sum(kept) - booked["tokens_evaluation"],
-        )
+        if self.recorded is None:
+            # What these cost is known from themselves, whether or not the checkpoint was written after them.
+            kept = [length for result in self.results.values() for row in result.lengths for length in row]
+            booked = data.ledger.compute()
+            data.ledger.update(
+                responses_evaluation=max(0, len(kept) - booked["responses_evaluation"]),
+                tokens_evaluation=max(0, sum(kept) - booked["tokens_evaluation"]),
+            )
         # A run stopped during an evaluation makes it up here; one that starts from another run's checkpoint
         # takes that for its "before".
         if self.results:
@@ -105,6 +109,9 @@ class EvaluationMonitor(L.Callback):
         """Evaluate the policy as it is after `step` rollout steps, unless that table exists."""
         if step in self.results:
             return
+        if self.recorded is not None:
+            self._keep(trainer, step, self._take_over(self.recorded / f"step_{step:06}.json"))
+            return
         data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         assert isinstance(data, RolloutDataModule)
         data.sync()
@@ -123,6 +130,22 @@ class EvaluationMonitor(L.Callback):
             tokens_evaluation=tokens,
             evaluation_seconds=seconds,
         )
+        self._keep(trainer, step, result)
+
+    def _take_over(self, path: Path) -> EvaluationResult:
+        if not path.exists():
+            raise UserError(
+                f"engine=replay generates nothing, and the recorded run has no evaluation {path}: replay as many "
+                "steps as it had, with its evaluation.every_n_steps"
+            )
+        result = EvaluationResult.from_json(path)
+        if result.problem_ids != [prompt.id for prompt in self.prompts]:
+            raise UserError(f"{path} evaluates other problems than this config: set the group data to what it was")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        result.to_json(self.directory / path.name)
+        return result
+
+    def _keep(self, trainer: L.Trainer, step: int, result: EvaluationResult) -> None:
         self.results[step] = result
         self._log(trainer, step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -15,19 +16,20 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Means and shares over complete groups, by metric name.
 
     Lengths are those of what was generated, whatever is masked in the loss, and shares of groups are of all
-    examined groups, not only the accepted ones.
+    examined groups, not only the accepted ones. Groups dropped for a failed reward function have no reward.
     """
     responses = [response for group in groups for response in group.responses]
+    rewards = [response.reward for group in groups if not group.dropped for response in group.responses]
     right = sum(group.correct == len(group.responses) for group in groups)
     wrong = sum(group.correct == 0 for group in groups)
     return {
         "rollout/response_length_mean": sum(response.length for response in responses) / len(responses),
-        "rollout/reward_mean": sum(response.reward for response in responses) / len(responses),
+        "rollout/reward_mean": sum(rewards) / len(rewards) if rewards else math.nan,
         "rollout/accuracy_mean": sum(response.correct for response in responses) / len(responses),
         "rollout/truncated_share": sum(response.truncated for response in responses) / len(responses),
         "rollout/accuracy_one_share": right / len(groups),
         "rollout/accuracy_zero_share": wrong / len(groups),
-        "rollout/mixed_share": 1 - (right + wrong) / len(groups),
+        "rollout/mixed_share": sum(group.mixed for group in groups) / len(groups),
     }
 
 

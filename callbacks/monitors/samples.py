@@ -15,7 +15,8 @@ from dapo_pl.rollout.types import Group, Response
 
 def pick(groups: list[Group]) -> dict[str, tuple[Group, Response]]:
     """The best, worst, longest and a truncated response, by label, each with its group."""
-    pairs = [(group, response) for group in groups for response in group.responses]
+    rewarded = [group for group in groups if not group.dropped] or groups
+    pairs = [(group, response) for group in rewarded for response in group.responses]
     picked = {
         "best": max(pairs, key=lambda pair: pair[1].reward),
         "worst": min(pairs, key=lambda pair: pair[1].reward),

@@ -32,7 +32,7 @@ def tokenize_prompts(
     """Rows of a prompt source -> prompts.
 
     Args:
-        problems: rows with `id`, `messages`, `answer`, `source`.
+        problems: rows with `id`, `messages`, `answer`, `source` and, for reward functions, `question`.
         tokenizer: of the model that answers.
         max_model_len: the engine's window, tokens.
         max_tokens: the generation limit, which must fit behind every prompt.
@@ -46,5 +46,6 @@ def tokenize_prompts(
                 f"sampling.max_tokens={max_tokens} is more than the window engine.max_model_len={max_model_len}: "
                 "raise the window, lower the limit or leave the prompt out"
             )
-        prompts.append(Prompt(problem["id"], tuple(ids), problem["answer"], problem["source"]))
+        question = problem.get("question", "")
+        prompts.append(Prompt(problem["id"], tuple(ids), problem["answer"], problem["source"], question))
     return prompts

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
 
 from dapo_pl.data.collate import RolloutBatch, collate
+from dapo_pl.rollout.engine import Engine, EngineFailed
 from dapo_pl.rollout.ledger import CostLedger
-from dapo_pl.rollout.sampler import Sampler
+from dapo_pl.rollout.sampler import Rollout, Sampler
+
+log = logging.getLogger(__name__)
 
 
 class RolloutLoader:
@@ -46,10 +51,12 @@ class RolloutDataModule(L.LightningDataModule):
     Args:
         sampler: draws, grades and refills.
         ledger: where the cost of generation is booked.
+        make_engine: makes the engine anew when it has failed; None gives up at once.
     """
 
-    def __init__(self, sampler: Sampler, ledger: CostLedger) -> None:
+    def __init__(self, sampler: Sampler, ledger: CostLedger, make_engine: Callable[[], Engine] | None = None) -> None:
         super().__init__()
+        self.make_engine = make_engine
         self.sampler = sampler
         self.ledger = ledger
         self.step = 0
@@ -60,12 +67,26 @@ class RolloutDataModule(L.LightningDataModule):
     def next_batch(self) -> RolloutBatch:
         """One rollout step with the newest weights."""
         sync_seconds = self.sync()
-        rollout = self.sampler.sample()
+        try:
+            rollout = self.sampler.sample()
+        except EngineFailed as failure:
+            rollout = self._once_more(failure)
         self.ledger.update(**rollout.fates, generation_seconds=rollout.seconds)
         self.step += 1
         batch = collate(self.step, rollout, self.sampler.seams, self.sampler.settings.mini_batch_size)
         batch.sync_seconds = sync_seconds
         return batch
+
+    def _once_more(self, failure: EngineFailed) -> Rollout:
+        """The step again with a new engine: the same prompts and seeds, none of them counted before."""
+        if self.make_engine is None:
+            raise failure
+        log.warning("the engine failed in step %d (%s); starting it again", self.step + 1, failure)
+        with contextlib.suppress(Exception):
+            self.sampler.engine.close()
+        self.sampler.engine = self.make_engine()
+        self.sync()
+        return self.sampler.sample()
 
     def sync(self) -> float:
         """Give the engine the module's weights unless it has them; seconds taken."""

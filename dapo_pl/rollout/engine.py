@@ -35,6 +35,10 @@ class Sampling:
             raise UserError(f"max_tokens is {self.max_tokens}; a response has at least one token")
 
 
+class EngineFailed(Exception):
+    """The engine broke down in the middle of a step; nothing of the step has been trained on."""
+
+
 class Engine(Protocol):
     """Generation with continuous admission: requests may be submitted between steps.
 

@@ -21,8 +21,8 @@ import torch
 from dapo_pl import grading
 from dapo_pl.data.sources import fits_int64
 from dapo_pl.errors import UserError
-from dapo_pl.rewards import total_rewards
-from dapo_pl.rollout.engine import Engine, Sampling, request_seed
+from dapo_pl.rewards import give_rewards
+from dapo_pl.rollout.engine import Engine, EngineFailed, Sampling, request_seed
 from dapo_pl.rollout.types import Group, Prompt, Response
 from dapo_pl.seams import Seams
 
@@ -148,6 +148,7 @@ class Sampler:
     max_in_flight: int = 256
     should_stop: Callable[[], bool] = lambda: False
     on_progress: Callable[[SamplerProgress], None] = lambda progress: None
+    task_reward: Callable[[Group], None] = lambda group: None
     cursor: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=128))
 
@@ -183,7 +184,7 @@ class Sampler:
                     pending[index] = {}
                     self._submit(index)
                     drawn += 1
-                for request, response in self.engine.step():
+                for request, response in self._step():
                     index, number = map(int, request.split(":"))
                     pending[index][number] = response
                     if len(pending[index]) == settings.group_size:
@@ -201,10 +202,12 @@ class Sampler:
                 )
                 if self.should_stop():
                     raise RolloutInterrupted
-        finally:
-            cut_off = self.engine.abort(
-                f"{index}:{number}" for index in pending for number in range(settings.group_size)
-            )
+        except EngineFailed:
+            raise  # there is nothing to abort in an engine that is broken
+        except BaseException:
+            self._abort(pending)
+            raise
+        cut_off = self._abort(pending)
         shortfall = "" if len(accepted) == wanted else self._shortfall(accepted, examined)
         fates = _fates(accepted, examined, complete, pending, cut_off, settings.group_size)
         self.cursor += len(examined)
@@ -223,16 +226,30 @@ class Sampler:
         target = math.ceil((needed - ahead) / share)
         return len(pending) < min(target, max(1, self.max_in_flight // self.settings.group_size))
 
+    def _step(self) -> list[tuple[str, Response]]:
+        try:
+            return self.engine.step()
+        except UserError:
+            raise
+        except Exception as error:  # an engine can fail in any way
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
     def _submit(self, index: int) -> None:
         for number in range(self.settings.group_size):
             seed = request_seed(self.seed, "train", index, number)
             self.engine.submit(f"{index}:{number}", self.order[index].token_ids, self.sampling, seed)
 
+    def _abort(self, pending: dict[int, dict[int, Response]]) -> int:
+        """Drop whatever is in flight; the tokens it had."""
+        return self.engine.abort(
+            f"{index}:{number}" for index in pending for number in range(self.settings.group_size)
+        )
+
     def _grade(self, group: Group) -> None:
         grade(group.responses, group.prompt.answer)
-        rewards = total_rewards(group.responses, self.seams.reward_terms)
-        for response, reward in zip(group.responses, rewards.tolist(), strict=True):
-            response.reward = reward
+        self.task_reward(group)
+        if not group.dropped:
+            give_rewards(group.responses, self.seams.reward_terms)
 
     def _shortfall(self, accepted: list[Group], examined: list[Group]) -> str:
         """Apply `on_shortfall` (filling `accepted` up for keep_unmixed) and say what happened and what helps."""
@@ -250,12 +267,15 @@ class Sampler:
             f"rollout.max_prompts_per_step={settings.max_prompts_per_step} prompts "
             f"({wrong} all wrong, {right} all right); {cure}"
         )
+        dropped = sum(group.dropped for group in examined)
+        if dropped:
+            found += f"; {dropped} were dropped because a reward function failed (reward.on_failure)"
         if settings.on_shortfall == "keep_unmixed":
             taken = {group.index for group in accepted}
-            rest = [group for group in examined if group.index not in taken]
+            rest = [group for group in examined if group.index not in taken and not group.dropped]
             accepted.extend(rest[: settings.groups_per_step - len(accepted)])
             accepted.sort(key=lambda group: group.index)
-        elif settings.on_shortfall == "stop" or len(accepted) < settings.min_groups:
+        if settings.on_shortfall == "stop" or len(accepted) < settings.min_groups:
             raise UserError(found)
         return found
 

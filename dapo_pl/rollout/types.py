@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+TOLERANCE = 1e-6
+"""Rewards no further apart than this, times their size where that is above 1, are equal.
+
+They are float32 in the update, and the advantage divides by their deviation + 1e-6: what is closer is rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -13,6 +20,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: int
     source: str = ""
+    question: str = ""
 
 
 @dataclass
@@ -22,6 +30,10 @@ class Response:
     `token_ids` includes the end token; `log_probs` are those of the sampled tokens under the distribution
     they were drawn from, nats, None where the engine was not asked for them. `truncated` means that the
     generation stopped at its limit without an end token; what is graded is `text`, whatever the flag.
+
+    `reward` is what is trained on: the sum of the reward terms. `task_reward` is the configured reward before any
+    shaping, None where that is the plain correctness. `reward_components` holds each function's value before its
+    weight and each term as it adds up; `reward_failures` why a function gave no value.
     """
 
     token_ids: list[int]
@@ -32,6 +44,9 @@ class Response:
     correct: bool = False
     stated_answer: int | None = None
     reward: float = 0.0
+    task_reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    reward_failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -41,11 +56,16 @@ class Response:
 
 @dataclass
 class Group:
-    """A prompt and its G responses; `index` is its place in the order in which prompts were drawn."""
+    """A prompt and its G responses; `index` is its place in the order in which prompts were drawn.
+
+    `dropped`: a reward function failed on one of them and `reward.on_failure` is `drop_group`, so no filter may
+    accept it and its rewards mean nothing.
+    """
 
     index: int
     prompt: Prompt
     responses: list[Response] = field(default_factory=list)
+    dropped: bool = False
 
     @property
     def correct(self) -> int:
@@ -54,5 +74,16 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """0 < correct < G."""
+        """Whether there is something to learn from: 0 < correct < G, or task rewards that are not all equal."""
+        if self.dropped:
+            return False
+        rewards = [response.task_reward for response in self.responses if response.task_reward is not None]
+        if rewards:
+            return differ(rewards)
         return 0 < self.correct < len(self.responses)
+
+
+def differ(rewards: Sequence[float]) -> bool:
+    """Whether the rewards are not all equal, float noise aside (0.1 + 0.2 is 0.3)."""
+    low, high = min(rewards), max(rewards)
+    return high - low > TOLERANCE * max(1.0, abs(low), abs(high))
