@@ -16,8 +16,10 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from dapo_pl.data.collate import RolloutBatch
+from dapo_pl.data.rollout import rollout_data
 from dapo_pl.errors import UserError
 from dapo_pl.evaluation import EvaluationResult, avg_at_k
+from dapo_pl.files import whole_file
 from dapo_pl.rollout.engine import EngineFailed
 from dapo_pl.rollout.sampler import RolloutInterrupted
 
@@ -30,22 +32,18 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         path = Path(path)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with draft.open("wb") as file:
+            with whole_file(path) as draft, draft.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(path)
         except (OSError, RuntimeError) as error:
             # torch reports a full disk as a RuntimeError of its zip writer
             raise UserError(
                 f"cannot write the checkpoint {path}: {error}; the previous checkpoint is untouched. "
                 "Free space or set output_dir, then resume with ckpt_path=last"
             ) from error
-        finally:
-            draft.unlink(missing_ok=True)
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, **kwargs: Any) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -113,7 +111,7 @@ class RolloutCheckpoint(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
         last = batch.step == len(trainer.train_dataloader)  # pyright: ignore[reportArgumentType]
-        keep = bool(self.keep_every_n_steps) and batch.step % (self.keep_every_n_steps or 1) == 0
+        keep = self.keep_every_n_steps is not None and batch.step % self.keep_every_n_steps == 0
         if self.stop.requested or last or keep or batch.step % self.every_n_steps == 0:
             self.save(trainer, batch.step)
         if keep:
@@ -123,16 +121,15 @@ class RolloutCheckpoint(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Between steps the state is whole; an error inside the update would save half a step."""
-        step = trainer.datamodule.step  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(exception, RolloutInterrupted | EngineFailed):
-            self.save(trainer, step)
+            self.save(trainer, rollout_data(trainer).step)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         checkpoint["rollout_checkpoint"] = {
-            "step": trainer.datamodule.step,  # pyright: ignore[reportAttributeAccessIssue]
+            "step": rollout_data(trainer).step,
             "metrics": {name: value for name, value in metrics.items() if name not in ("step", "epoch")},
             "random": random_states(),
         }
@@ -164,22 +161,23 @@ class BestCheckpoint(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
+        if batch.step not in self.results:
+            return
         accuracy = {step: avg_at_k(result.correct) for step, result in self.results.items() if step > 0}
         # of equals the first: later ones have spent more for the same
-        if batch.step in accuracy and max(accuracy, key=lambda step: (accuracy[step], -step)) == batch.step:
+        if max(accuracy, key=lambda step: (accuracy[step], -step)) == batch.step:
             self.checkpoint.save(trainer, batch.step)
             link(self.checkpoint.path, self.checkpoint.path.with_name("best.ckpt"))
 
 
 def link(source: Path, target: Path) -> None:
     """`target` becomes the same file as `source`, which costs no space until `source` is replaced."""
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    try:
-        draft.hardlink_to(source)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, draft)
-    draft.replace(target)
+    with whole_file(target) as draft:
+        draft.unlink(missing_ok=True)
+        try:
+            draft.hardlink_to(source)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(source, draft)
 
 
 def random_states() -> dict[str, Any]:

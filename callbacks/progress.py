@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 
 from dapo_pl.data.collate import RolloutBatch
-from dapo_pl.data.rollout import RolloutDataModule
+from dapo_pl.data.rollout import rollout_data
 from dapo_pl.module import DAPOModule
 from dapo_pl.rollout.sampler import SamplerProgress
 
@@ -58,8 +58,7 @@ class ProgressReport(L.Callback):
         self._durations: list[float] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        assert isinstance(data, RolloutDataModule)
+        data = rollout_data(trainer)
         assert isinstance(pl_module, DAPOModule)
         steps = data.sampler.settings.steps
 

@@ -8,7 +8,6 @@ evaluations share their problems.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ import numpy as np
 from scipy.stats import norm
 
 from dapo_pl.errors import UserError
+from dapo_pl.files import whole_file
 
 Table = Any
 """[problems, samples]: nested lists, a numpy array or a tensor, on any device."""
@@ -390,13 +390,8 @@ class EvaluationResult:
 
     def to_json(self, path: str | Path) -> None:
         """Write whole or not at all."""
-        path = Path(path)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with whole_file(Path(path)) as draft:
             draft.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
 
     @classmethod
     def from_json(cls, path: str | Path) -> EvaluationResult:

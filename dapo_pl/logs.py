@@ -11,6 +11,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from dapo_pl.files import whole_file
+
 
 class JsonLinesLogger(Logger):
     """Writes `metrics.jsonl`: all metrics of a step on one line, flushed when the next step begins.
@@ -74,9 +76,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def keep_rows(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a JSON-lines file with the rows that are wanted, whole or not at all."""
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in _lines(path) if wanted(row)), encoding="utf-8")
-    draft.replace(path)
+    with whole_file(path) as draft:
+        draft.write_text("".join(json.dumps(row) + "\n" for row in _lines(path) if wanted(row)), encoding="utf-8")
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

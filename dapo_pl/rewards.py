@@ -85,26 +85,18 @@ def task_reward(responses: Sequence[Response]) -> Float[Tensor, " responses"]:
     return torch.tensor([response.task_reward for response in responses], dtype=torch.get_default_dtype())
 
 
-def total_rewards(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> Float[Tensor, " responses"]:
-    """Sum of all terms, [responses]. Each term must give exactly one number per response."""
-    return _add_up(responses, _values(responses, terms))
-
-
 def give_rewards(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> None:
-    """Write each response's reward, and its parts by the terms' names."""
-    values = _values(responses, terms)
-    for row, (response, reward) in enumerate(zip(responses, _add_up(responses, values).tolist(), strict=True)):
-        response.reward = reward
-        response.reward_components |= {name: float(column[row]) for name, column in values.items()}
+    """Write each response's reward, the sum of all terms, and its parts by the terms' names.
 
-
-def _values(responses: Sequence[Response], terms: dict[str, RewardTerm]) -> dict[str, Tensor]:
-    found = {name: term(responses) for name, term in terms.items()}
-    for name, values in found.items():
+    Each term must give exactly one number per response.
+    """
+    total = torch.zeros(len(responses))
+    for name, term in terms.items():
+        values = term(responses)
         if values.shape != (len(responses),):
             raise ValueError(f"reward term {name!r} gave {tuple(values.shape)} for {len(responses)} responses")
-    return found
-
-
-def _add_up(responses: Sequence[Response], values: dict[str, Tensor]) -> Tensor:
-    return sum(values.values(), torch.zeros(len(responses)))
+        total = total + values
+        for response, value in zip(responses, values.tolist(), strict=True):
+            response.reward_components[name] = value
+    for response, reward in zip(responses, total.tolist(), strict=True):
+        response.reward = reward

@@ -54,27 +54,6 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Plan:
-    """A checked run: nothing in it has loaded a model yet."""
-
-    config: DictConfig
-    directory: Path
-    techniques: list[Technique]
-    settings: RolloutSettings
-    sampling: Sampling
-    evaluation: EvaluationSettings
-    reward: RewardSettings
-    warm_start: WarmStartSettings | None
-    examples: Sequence[Example]
-    model: str
-    facts: ModelFacts
-    tokenizer: PreTrainedTokenizerBase
-    train_prompts: list[Prompt]
-    evaluation_prompts: list[Prompt]
-    checkpoint: Path | None
-
-
-@dataclass
 class Settings:
     """What a config says before any file is read."""
 
@@ -83,6 +62,22 @@ class Settings:
     sampling: Sampling
     evaluation: EvaluationSettings
     reward: RewardSettings
+
+
+@dataclass
+class Plan(Settings):
+    """A checked run: nothing in it has loaded a model yet."""
+
+    config: DictConfig
+    directory: Path
+    warm_start: WarmStartSettings | None
+    examples: Sequence[Example]
+    model: str
+    facts: ModelFacts
+    tokenizer: PreTrainedTokenizerBase
+    train_prompts: list[Prompt]
+    evaluation_prompts: list[Prompt]
+    checkpoint: Path | None
 
 
 def check_settings(config: DictConfig) -> Settings:
@@ -99,7 +94,7 @@ def check_settings(config: DictConfig) -> Settings:
         )
     evaluation = EvaluationSettings(**config.evaluation)
     reward = load_reward(config)
-    techniques = load_techniques(config)
+    techniques = load_techniques(config, reward)
     check_logger(config.logger.name)
     get_class(config.engine._target_).require()
     return Settings(techniques, settings, sampling, evaluation, reward)
@@ -124,13 +119,9 @@ def plan(config: DictConfig, directory: Path) -> Plan:
         )
     train_prompts, evaluation_prompts = (prepare_prompts(config, split, tokenizer) for split in problems)
     return Plan(
+        **vars(settings),
         config=config,
         directory=directory,
-        techniques=settings.techniques,
-        settings=settings.rollout,
-        sampling=settings.sampling,
-        evaluation=settings.evaluation,
-        reward=settings.reward,
         warm_start=warm,
         examples=examples,
         model=model,
@@ -210,10 +201,9 @@ def replays(config: DictConfig) -> bool:
     return issubclass(get_class(config.engine._target_), ReplayEngine)
 
 
-def load_techniques(config: DictConfig) -> list[Technique]:
-    """The technique callbacks, proven on scratch seams not to be in each other's way."""
+def load_techniques(config: DictConfig, reward: RewardSettings) -> list[Technique]:
+    """The technique callbacks, proven on scratch seams not to be in each other's way or the reward's."""
     techniques = []
-    reward = load_reward(config)
     seams = make_seams(reward)
     for name, options in config.technique.items():
         technique = made(options)
@@ -321,7 +311,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
         engine=new_engine(),
         order=PromptOrder(plan.train_prompts, config.seed),
         seams=seams,
-        settings=plan.settings,
+        settings=plan.rollout,
         sampling=plan.sampling,
         seed=config.seed,
         max_in_flight=config.engine.max_num_seqs,

@@ -19,13 +19,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dapo_pl.errors import UserError, nearest
-from experiments.composing import config_loader
+from experiments.composing import CONFIG_NAME, as_mapping, config_loader, search_path
 from experiments.sweep import Sweep, is_finished, run_row
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 
 
-def check_overrides(arguments: list[str], config_name: str = "config") -> None:
+def check_overrides(arguments: list[str]) -> None:
     """Refuse an unknown key or option of the command line with the nearest known one."""
     # Hydra's own options: those with a value take the next word, and none of them is an override.
     parser = get_args_parser().parse_args(arguments)
@@ -34,9 +34,9 @@ def check_overrides(arguments: list[str], config_name: str = "config") -> None:
         raise UserError(f"--config-dir {parser.config_dir}: there is no such directory")
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
-        searchpath = [text for text in overrides if text.lstrip("+").startswith("hydra.searchpath")]
+        searchpath = search_path(overrides)
         with config_loader(parser.config_dir) as loader:
-            plain = compose(config_name, overrides=searchpath)
+            plain = compose(CONFIG_NAME, overrides=searchpath)
             groups = loader.list_groups("")
             chosen = searchpath
             for text, override in zip(overrides, parsed, strict=True):
@@ -52,7 +52,7 @@ def check_overrides(arguments: list[str], config_name: str = "config") -> None:
                     if not override.is_sweep_override():
                         chosen = [*chosen, text]
             # Keys are judged in the config that the chosen options give: each option has keys of its own.
-            full = compose(config_name, overrides=chosen) if chosen else plain
+            full = compose(CONFIG_NAME, overrides=chosen) if chosen else plain
             for override in parsed:
                 key = (override.key_or_group or "").lstrip("/")
                 if override.is_add() or override.is_delete() or key in groups or key.startswith("hydra"):
@@ -157,8 +157,7 @@ def run_sweep(
 
 def check_writable(overrides: list[str]) -> None:
     """Hydra makes the run directory before the job starts; say beforehand when it cannot."""
-    named = [text.partition("=")[2] for text in overrides if text.startswith("output_dir=")]
-    directory = Path(named[-1] if named else "outputs")
+    directory = Path(as_mapping(overrides).get("output_dir", "outputs"))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

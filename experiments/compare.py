@@ -15,7 +15,8 @@ from dapo_pl.analysis.runs import RunRecord, as_csv, as_markdown, as_text, compa
 from dapo_pl.analysis.tracked import directories
 from dapo_pl.errors import UserError
 from experiments.command_line import fail
-from experiments.sweep import as_mapping, read_plan
+from experiments.composing import as_mapping
+from experiments.sweep import read_plan
 
 FORMATS = {"text": (as_text, "txt"), "markdown": (as_markdown, "md"), "csv": (as_csv, "csv")}
 

@@ -18,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
+CONFIG_NAME = "config"
 LAST = "last.ckpt"
 
 
@@ -27,6 +28,16 @@ def slug(name: str) -> str:
     if len(text) > 120:
         text = f"{text[:110]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return text or "default"
+
+
+def as_mapping(overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides by key; of one given twice the last counts."""
+    return {key: text for key, _, text in (override.partition("=") for override in overrides)}
+
+
+def search_path(overrides: Sequence[str]) -> list[str]:
+    """Those that say where else Hydra looks for configs."""
+    return [text for text in overrides if text.lstrip("+").startswith("hydra.searchpath")]
 
 
 def run_directory(output_dir: str, job: str, name: str, ckpt_path: str | None) -> str:
@@ -66,12 +77,10 @@ def config_loader(config_dir: str | None = None) -> Iterator[ConfigLoaderImpl]:
         GlobalHydra.instance().clear()
 
 
-def compose_run(
-    overrides: Sequence[str], config_dir: str | None = None, *, config_name: str = "config", with_hydra: bool = False
-) -> DictConfig:
+def compose_run(overrides: Sequence[str], config_dir: str | None = None, *, with_hydra: bool = False) -> DictConfig:
     """The config that these overrides give."""
     with config_loader(config_dir):
-        return compose(config_name, overrides=list(overrides), return_hydra_config=with_hydra)
+        return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
 
 
 def config_differences(one: Any, other: Any, ignore: Sequence[str] = ()) -> list[str]:

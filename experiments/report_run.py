@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def summarise(run: Run, plan: Plan, overrides: Sequence[str], total_seconds: float) -> dict[str, Any]:
     """Everything the final table shows, as plain values for `summary.json`."""
-    steps = plan.settings.steps
+    steps = plan.rollout.steps
     first = min(run.evaluation.results)
     before, after = run.evaluation.results[first], run.evaluation.results[steps]
     difference = paired_difference(per_problem_avg_at_k(before.correct), per_problem_avg_at_k(after.correct))

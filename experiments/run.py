@@ -69,7 +69,7 @@ def main(config: DictConfig) -> None:
         if run is not None and (directory / "checkpoints" / "last.ckpt").exists():
             again = shlex.join(word for word in sys.argv[1:] if not word.startswith("ckpt_path="))
             status.say(
-                f"stopped after step {run.data.step} of {checked.settings.steps}; "
+                f"stopped after step {run.data.step} of {checked.rollout.steps}; "
                 f"go on with: python {sys.argv[0]} {again} ckpt_path=last"
             )
         else:

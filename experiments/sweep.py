@@ -24,7 +24,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from dapo_pl.errors import UserError
-from experiments.composing import compose_run, config_differences, slug
+from dapo_pl.files import whole_file
+from experiments.composing import as_mapping, compose_run, config_differences, search_path, slug
 
 STOPPED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -43,19 +44,17 @@ class Sweep:
     """A `-m` command line, understood before Hydra sees it.
 
     Args:
-        arguments: the command line without the program's name.
+        arguments: the command line without the program's name, its overrides last.
         job: the entry point's name, `run` or `evaluate`.
     """
 
     def __init__(self, arguments: Sequence[str], job: str) -> None:
         self.arguments = list(arguments)
         options = get_args_parser().parse_args(self.arguments)
-        self.overrides: list[str] = options.overrides
-        self.flags = [text for text in self.arguments if text not in self.overrides]
         self.config_dir: str | None = options.config_dir
         own = [text for text in options.overrides if not text.lstrip("+~").startswith("hydra")]
-        self.search = [text for text in options.overrides if text.lstrip("+").startswith("hydra.searchpath")]
-        home = Path(value(own, "output_dir") or "outputs") / ("sweeps" if job == "run" else f"{job}-sweeps")
+        self.search = search_path(options.overrides)
+        home = Path(as_mapping(own).get("output_dir") or "outputs") / ("sweeps" if job == "run" else f"{job}-sweeps")
         self.directory = home / slug(",".join(text for text in own if text.partition("=")[0] not in WHERE_ONLY))
         base = compose_run(_not_swept(options.overrides), self.config_dir, with_hydra=True)
         sweeper = base.hydra.sweeper
@@ -65,15 +64,15 @@ class Sweep:
             params = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
             parsed = OverridesParser.create().parse_overrides([*params, *own])
             self.rows = [list(row) for batch in BasicSweeper.split_arguments(parsed, None) for row in batch]
-        keys = {text.partition("=")[0] for row in self.rows for text in row}
-        self.fixed = sorted(key for key in keys if len({value(row, key) for row in self.rows}) == 1)
+        settings = [as_mapping(row) for row in self.rows]
+        keys = {key for row in settings for key in row}
+        self.fixed = sorted(key for key in keys if len({row.get(key) for row in settings}) == 1)
         """Keys with one value in all rows: they need not stand in the rows' names."""
 
     def hydra_arguments(self) -> list[str]:
         """The command line for Hydra: the directory is fixed, so that no worker works out another one."""
         return [
-            *self.flags,
-            *self.overrides,
+            *self.arguments,
             f"hydra.sweep.dir='{self.directory.absolute()}'",
             self._naming(),
             "hydra.output_subdir=null",
@@ -94,19 +93,8 @@ class Sweep:
         self.directory.mkdir(parents=True, exist_ok=True)
         os.environ["DAPO_PL_SWEEP_ROWS"] = str(len(self.rows))
         plan = {"command": [Path(sys.argv[0]).name, *self.arguments], "rows": self.rows}
-        draft = self.directory / f".{PLAN}.{os.getpid()}"
-        draft.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
-        draft.replace(self.directory / PLAN)
-
-
-def value(row: Sequence[str], key: str) -> str | None:
-    """What a row sets `key` to."""
-    return as_mapping(row).get(key)
-
-
-def as_mapping(overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides by key; of one given twice the last counts."""
-    return {key: text for key, _, text in (override.partition("=") for override in overrides)}
+        with whole_file(self.directory / PLAN) as draft:
+            draft.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
 
 
 def _not_swept(overrides: Sequence[str]) -> list[str]:
@@ -152,7 +140,7 @@ def run_row(config: DictConfig) -> int:
     arguments = [*hydra.overrides.task]
     if (directory / "checkpoints" / "last.ckpt").exists():
         arguments = [text for text in arguments if not text.startswith("ckpt_path=")] + ["ckpt_path=last"]
-    search = [text for text in hydra.overrides.hydra if text.lstrip("+").startswith("hydra.searchpath")]
+    search = search_path(hydra.overrides.hydra)
     sources = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     extra = [f"--config-dir={path}" for path in sources]
     script = Path(__file__).with_name(f"{hydra.job.name}.py")

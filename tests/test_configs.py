@@ -8,6 +8,7 @@ import pytest
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from callbacks.techniques.base import Technique
 from callbacks.techniques.dr_grpo import DrGRPO
 from dapo_pl.errors import UserError
 from experiments.assembly import load_reward, load_techniques, make_seams, prepare_warm_start
@@ -16,6 +17,10 @@ from experiments.composing import CONFIG_DIR, compose_run
 GROUPS = sorted(
     (path.parent.name, path.stem) for path in CONFIG_DIR.glob("*/*.yaml") if path.parent.name not in ("hydra",)
 )
+
+
+def techniques_of(config: DictConfig) -> list[Technique]:
+    return load_techniques(config, load_reward(config))
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -32,7 +37,7 @@ def test_every_option_composes_and_resolves(group: str, option: str, tmp_path: P
     config = composed(f"{group}={option}", *extra)
     OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     get_class(config.engine._target_)
-    load_techniques(config)
+    techniques_of(config)
 
 
 CLIP, SOFT, TOKEN, DYNAMIC, FILTER = (
@@ -75,7 +80,7 @@ CLIP, SOFT, TOKEN, DYNAMIC, FILTER = (
     ],
 )
 def test_technique_options_are_the_rows_of_table_1(option: str, names: set[str]) -> None:
-    assert {technique.name for technique in load_techniques(composed(f"technique={option}"))} == names
+    assert {technique.name for technique in techniques_of(composed(f"technique={option}"))} == names
 
 
 @pytest.mark.parametrize(
@@ -95,12 +100,12 @@ def test_technique_options_are_the_rows_of_table_1(option: str, names: set[str])
 )
 def test_techniques_that_cannot_run_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
-        load_techniques(composed(*overrides))
+        techniques_of(composed(*overrides))
     assert sentence in str(refused.value)
 
 
 def test_dr_grpo_divides_by_the_generation_limit() -> None:
-    (technique,) = load_techniques(composed("technique=dr_grpo", "sampling.max_tokens=123"))
+    (technique,) = techniques_of(composed("technique=dr_grpo", "sampling.max_tokens=123"))
     assert isinstance(technique, DrGRPO)
     assert technique.length == 123
 
@@ -116,7 +121,7 @@ def test_rewards_are_chosen_by_dotted_path_or_by_name() -> None:
     several = load_reward(composed("reward=several", f"+reward.components.brief={brief}"))
     assert [(part.name, part.weight) for part in several.components] == [("correctness", 1.0), ("brief", 0.2)]
     with pytest.raises(UserError, match="overlong_penalty has the name of a technique's reward term"):
-        load_techniques(composed("reward=several", f"+reward.components.overlong_penalty={brief}"))
+        techniques_of(composed("reward=several", f"+reward.components.overlong_penalty={brief}"))
 
 
 def test_tiny_brings_its_own_problems_and_an_explicit_choice_wins() -> None:

@@ -5,39 +5,27 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from commands import ROOT, SMALL, command
 
 from dapo_pl.logs import read_metrics
 
-ROOT = Path(__file__).parents[1]
-COMMAND = [
-    sys.executable,
-    str(ROOT / "experiments" / "run.py"),
-    "model=tiny",
+COMMAND = command(
+    "run.py",
+    *SMALL,
     "engine=transformers",
     "logger=none",
-    "warm_start.steps=30",
-    "warm_start.batch_size=16",
     "rollout.steps=5",
-    "rollout.groups_per_step=3",
-    "rollout.group_size=4",
-    "rollout.mini_batch_size=4",
-    "rollout.max_prompts_per_step=6",
-    "rollout.on_shortfall=keep_unmixed",
-    "data.train_size=60",
     "data.evaluation_size=12",
-    "evaluation.samples=2",
     "evaluation.every_n_steps=2",
     "checkpoint.every_n_steps=1",
     "callbacks.sample_log_every_n_steps=1",
     "technique=[dapo,overlong_filtering]",
     "technique.soft_overlong_punishment.keep_overlong_filtering=true",
-    "optimizer.lr=1e-3",
-]
+)
 TRIALS = 20
 
 

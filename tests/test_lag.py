@@ -9,12 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 from scripted_engine import ScriptedEngine
-from training import make_module, make_trainer
+from training import make_module, make_trainer, scripted_sampler
 
 from dapo_pl.data.rollout import RolloutDataModule
-from dapo_pl.rollout.engine import Sampling
-from dapo_pl.rollout.sampler import PromptOrder, RolloutSettings, Sampler
-from dapo_pl.rollout.types import Prompt
 from dapo_pl.seams import Seams
 
 
@@ -51,14 +48,7 @@ def test_lag_is_zero_and_the_metric_would_tell(
 
     module.make_optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)
     engine = ScriptedEngine(lambda prompt, seed: (seed % 2, 1 + seed % 5))
-    sampler = Sampler(
-        engine=engine,
-        order=PromptOrder([Prompt(str(n), (n + 4,), 1) for n in range(8)], seed=0),
-        seams=module.seams,
-        settings=RolloutSettings(steps=4, groups_per_step=2, group_size=4, mini_batch_size=4, max_prompts_per_step=8),
-        sampling=Sampling(max_tokens=8),
-        seed=0,
-    )
+    sampler = scripted_sampler(engine, module, steps=4)
     lags = Lags()
     trainer = make_trainer(tmp_path, callbacks=[lags])
     trainer.fit(module, datamodule=kind(sampler, module.ledger))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapo_pl.rewards import adaptive_overlong_penalty, correctness, overlong_penalty, total_rewards
+from dapo_pl.rewards import adaptive_overlong_penalty, correctness, give_rewards, overlong_penalty
 from dapo_pl.rollout.types import Response
 
 
@@ -117,10 +117,11 @@ def test_terms_add_up_and_leave_correctness_alone() -> None:
             torch.tensor([r.length for r in rs]), l_max=16384, l_cache=4096
         ),
     }
-    assert total_rewards(responses, terms).tolist() == [0.5, -1.5, 1.0]
+    give_rewards(responses, terms)
+    assert [r.reward for r in responses] == [0.5, -1.5, 1.0]
     assert [r.correct for r in responses] == [True, False, True]
 
 
 def test_a_term_that_does_not_give_one_number_per_response_is_named() -> None:
     with pytest.raises(ValueError, match="'short'"):
-        total_rewards([response(1, True), response(1, True)], {"short": lambda rs: torch.zeros(1)})
+        give_rewards([response(1, True), response(1, True)], {"short": lambda rs: torch.zeros(1)})

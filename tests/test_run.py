@@ -6,36 +6,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
+from commands import ROOT, command
 
 from dapo_pl.logs import read_metrics
 
-ROOT = Path(__file__).parents[1]
-SMALL = [
-    "model=tiny",
-    "warm_start.steps=30",
-    "warm_start.batch_size=16",
-    "rollout.steps=4",
-    "rollout.groups_per_step=3",
-    "rollout.group_size=4",
-    "rollout.mini_batch_size=4",
-    "rollout.max_prompts_per_step=6",
-    "rollout.on_shortfall=keep_unmixed",
-    "data.train_size=60",
-    "data.evaluation_size=6",
-    "evaluation.samples=2",
-    "optimizer.lr=1e-3",
-]
-
-
-def command(script: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "experiments" / script), *arguments]
+SMALL = [*commands.SMALL, "rollout.steps=4", "data.evaluation_size=6"]
 
 
 def run(script: str, *arguments: str) -> str:

@@ -30,7 +30,7 @@ from callbacks.techniques.sqrt_length import SqrtLength
 from callbacks.techniques.token_level_loss import TokenLevelLoss
 from dapo_pl.data.collate import collate
 from dapo_pl.objective import kl_penalty, policy_loss
-from dapo_pl.rewards import total_rewards
+from dapo_pl.rewards import give_rewards
 from dapo_pl.rollout.sampler import Rollout
 from dapo_pl.rollout.types import Group, Prompt, Response
 from dapo_pl.seams import Seams
@@ -58,9 +58,7 @@ def gradient(
     if technique is not None:
         technique.apply(seams)
     for one in groups:
-        rewards = total_rewards(one.responses, seams.reward_terms)
-        for response, reward in zip(one.responses, rewards.tolist(), strict=True):
-            response.reward = reward
+        give_rewards(one.responses, seams.reward_terms)
     accepted = [one for one in groups if seams.group_filter(one)]
     (batch,) = collate(1, Rollout(accepted, groups, {}, 0.0), seams, mini_batch_size=100).mini_batches
     shape = batch.response_mask.shape

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from scripted_engine import ScriptedEngine
-from training import make_module, make_trainer
+from training import make_module, make_trainer, scripted_sampler
 
 from callbacks.checkpoint import AtomicCheckpointIO, RolloutCheckpoint, StopRequest
 from callbacks.techniques.adaptive_overlong import AdaptiveOverlong
@@ -18,9 +18,6 @@ from callbacks.techniques.kl_penalty import KLPenalty
 from dapo_pl.data.collate import RolloutBatch
 from dapo_pl.data.rollout import RolloutDataModule
 from dapo_pl.module import DAPOModule
-from dapo_pl.rollout.engine import Sampling
-from dapo_pl.rollout.sampler import PromptOrder, RolloutSettings, Sampler
-from dapo_pl.rollout.types import Prompt
 from dapo_pl.seams import Seams
 
 
@@ -50,14 +47,7 @@ def run(
     )
     # Answers and lengths (1 to 11) follow from prompt and seed, so that the ramp differs from step to step.
     engine = ScriptedEngine(lambda prompt, seed: (seed % 2, 1 + (seed // 2 + prompt) % 11))
-    sampler = Sampler(
-        engine=engine,
-        order=PromptOrder([Prompt(str(n), (n + 4,), 1) for n in range(8)], seed=0),
-        seams=module.seams,
-        settings=RolloutSettings(steps=5, groups_per_step=2, group_size=4, mini_batch_size=4, max_prompts_per_step=8),
-        sampling=Sampling(max_tokens=12),
-        seed=0,
-    )
+    sampler = scripted_sampler(engine, module, steps=5, max_tokens=12)
     stop = StopRequest()
     ramp, watch = AdaptiveOverlong(percentile=50, window=3), Watch(stop, stop_at)
     trainer = make_trainer(

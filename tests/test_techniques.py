@@ -25,7 +25,7 @@ from callbacks.techniques.token_level_loss import TokenLevelLoss
 from dapo_pl.data.collate import RolloutBatch, collate
 from dapo_pl.errors import UserError
 from dapo_pl.objective import group_advantages, kl_penalty, policy_loss
-from dapo_pl.rewards import total_rewards
+from dapo_pl.rewards import give_rewards
 from dapo_pl.rollout.sampler import Rollout
 from dapo_pl.rollout.types import Group, Prompt, Response
 from dapo_pl.seams import Seams
@@ -79,10 +79,7 @@ RECORDED = [
 def batch_of(seams: Seams):
     groups = copy.deepcopy([g for g in RECORDED if seams.group_filter(g)])
     for g in groups:
-        for response, reward in zip(
-            g.responses, total_rewards(g.responses, seams.reward_terms).tolist(), strict=True
-        ):
-            response.reward = reward
+        give_rewards(g.responses, seams.reward_terms)
     return collate(1, Rollout(groups, groups, {}, 1.0), seams, mini_batch_size=8).mini_batches[0]
 
 
@@ -236,9 +233,7 @@ def measured(seams: Seams) -> dict[str, Any]:
     """One recorded rollout through the platform, step by step."""
     groups = rollout()
     for one in groups:
-        rewards = total_rewards(one.responses, seams.reward_terms)
-        for response, reward in zip(one.responses, rewards.tolist(), strict=True):
-            response.reward = reward
+        give_rewards(one.responses, seams.reward_terms)
     accepted = [one for one in groups if seams.group_filter(one)]
     (batch,) = collate(1, Rollout(accepted, groups, {}, 0.0), seams, mini_batch_size=16).mini_batches
     keys = [(one.index, place) for one in accepted for place in range(4)]

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from dapo_pl.data.collate import RolloutBatch, collate
 from dapo_pl.module import DAPOModule
 from dapo_pl.policy import CausalPolicy
+from dapo_pl.rollout.engine import Sampling
 from dapo_pl.rollout.ledger import CostLedger
-from dapo_pl.rollout.sampler import Rollout
+from dapo_pl.rollout.sampler import PromptOrder, Rollout, RolloutSettings, Sampler
 from dapo_pl.rollout.types import Group, Prompt, Response
 from dapo_pl.seams import Seams
 
@@ -43,6 +44,20 @@ def make_module(model: str, seams: Seams, **options: Any) -> DAPOModule:
     options.setdefault("warmup_rollout_steps", 1)
     options.setdefault("gradient_clip", 1e9)
     return DAPOModule(CausalPolicy(network, share_prompts=share), seams, CostLedger(), **options)
+
+
+def scripted_sampler(engine: Any, module: DAPOModule, *, steps: int, max_tokens: int = 8) -> Sampler:
+    """Two groups of four a step, out of eight one-token prompts."""
+    return Sampler(
+        engine=engine,
+        order=PromptOrder([Prompt(str(n), (n + 4,), 1) for n in range(8)], seed=0),
+        seams=module.seams,
+        settings=RolloutSettings(
+            steps=steps, groups_per_step=2, group_size=4, mini_batch_size=4, max_prompts_per_step=8
+        ),
+        sampling=Sampling(max_tokens=max_tokens),
+        seed=0,
+    )
 
 
 class Recorded(L.LightningDataModule):

@@ -13,7 +13,7 @@ import lightning as L
 
 from callbacks.progress import StatusLine, duration
 from dapo_pl.data.collate import RolloutBatch
-from dapo_pl.data.rollout import RolloutDataModule
+from dapo_pl.data.rollout import rollout_data
 from dapo_pl.errors import UserError
 from dapo_pl.evaluation import EvaluationResult
 from dapo_pl.rollout.engine import Engine, Sampling
@@ -71,7 +71,7 @@ class EvaluationMonitor(L.Callback):
         self.results: dict[int, EvaluationResult] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = rollout_data(trainer)
         for path in sorted(self.directory.glob("step_*.json")):
             step = int(path.stem.removeprefix("step_"))
             if step <= data.step:
@@ -112,8 +112,7 @@ class EvaluationMonitor(L.Callback):
         if self.recorded is not None:
             self._keep(trainer, step, self._take_over(self.recorded / f"step_{step:06}.json"))
             return
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        assert isinstance(data, RolloutDataModule)
+        data = rollout_data(trainer)
         data.sync()
         result, tokens, seconds = evaluate_and_keep(
             data.sampler.engine,

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from dapo_pl.data.collate import RolloutBatch
-from dapo_pl.data.rollout import RolloutDataModule
+from dapo_pl.data.rollout import rollout_data
 from dapo_pl.rollout.records import drop_after, write_step
 
 
@@ -26,15 +26,9 @@ class RolloutRecorder(L.Callback):
         self.directory = directory
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        drop_after(self.directory, _data(trainer).step)
+        drop_after(self.directory, rollout_data(trainer).step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        write_step(self.directory, batch.step, batch.rollout, _data(trainer).sampler.sampling)
-
-
-def _data(trainer: L.Trainer) -> RolloutDataModule:
-    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(data, RolloutDataModule)
-    return data
+        write_step(self.directory, batch.step, batch.rollout, rollout_data(trainer).sampler.sampling)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 
 from dapo_pl.data.collate import RolloutBatch
+from dapo_pl.data.rollout import rollout_data
 from dapo_pl.logs import keep_rows
 from dapo_pl.rollout.types import Group, Response
 
@@ -44,9 +45,9 @@ class SampleLog(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget samples of steps that will be trained again."""
-        data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        step = rollout_data(trainer).step
         if self.path.exists():
-            keep_rows(self.path, lambda row: row["step"] <= data.step)
+            keep_rows(self.path, lambda row: row["step"] <= step)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int

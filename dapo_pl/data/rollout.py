@@ -45,6 +45,13 @@ class RolloutLoader:
         self.data.sampler.load_state_dict(state["sampler"])
 
 
+def rollout_data(trainer: L.Trainer) -> RolloutDataModule:
+    """The trainer's data module, for callbacks."""
+    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(data, RolloutDataModule)
+    return data
+
+
 class RolloutDataModule(L.LightningDataModule):
     """Brings weights to the engine, asks the sampler for groups, and collates them.
 

@@ -6,7 +6,6 @@ still being made, or beyond need, when the batch was full are not judged and not
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dapo_pl.errors import UserError
+from dapo_pl.files import whole_file
 from dapo_pl.rollout.engine import Sampling
 from dapo_pl.rollout.sampler import Rollout
 from dapo_pl.rollout.types import Group, Response
@@ -108,22 +108,17 @@ def _row(step: int, group: Group, number: int, response: Response, accepted: boo
 def write_step(directory: Path, step: int, rollout: Rollout, sampling: Sampling) -> Path:
     """Write a step's file beside its place and rename it: it is there whole or not at all."""
     path = step_path(directory, step)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
+        with whole_file(path) as draft, draft.open("wb") as file:
             pq.write_table(to_table(step, rollout, sampling), file, compression="zstd", write_page_checksum=True)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
     except OSError as error:
         raise UserError(
             f"cannot write the recorded rollout {path}: {error.strerror or error}; free space or set "
             "record_rollouts=false, then resume with ckpt_path=last"
         ) from error
-    finally:
-        with contextlib.suppress(NotADirectoryError):
-            draft.unlink(missing_ok=True)
     return path
 
 

@@ -117,7 +117,7 @@ class RewardSettings:
 class TaskReward:
     """Scores groups: one task reward for each response, whatever the functions do.
 
-    `failures` and `dropped` count over the life of the process.
+    `failures` counts by function, over the life of the process.
     """
 
     def __init__(self, settings: RewardSettings) -> None:

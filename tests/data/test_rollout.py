@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from scripted_engine import ScriptedEngine
-from training import make_module, make_trainer
+from training import make_module, make_trainer, scripted_sampler
 
 from dapo_pl.data.rollout import RolloutDataModule
-from dapo_pl.rollout.engine import EngineFailed, Sampling
-from dapo_pl.rollout.sampler import PromptOrder, RolloutSettings, Sampler
-from dapo_pl.rollout.types import Prompt, Response
+from dapo_pl.rollout.engine import EngineFailed
+from dapo_pl.rollout.types import Response
 from dapo_pl.seams import Seams
 
 
@@ -44,14 +43,7 @@ def trained(
     model: str, directory: Path, engine: ScriptedEngine, make_engine: Callable[[], ScriptedEngine] | None
 ) -> tuple[dict[str, torch.Tensor], RolloutDataModule]:
     module = make_module(model, Seams())
-    sampler = Sampler(
-        engine=engine,
-        order=PromptOrder([Prompt(str(n), (n + 4,), 1) for n in range(8)], seed=0),
-        seams=module.seams,
-        settings=RolloutSettings(steps=3, groups_per_step=2, group_size=4, mini_batch_size=4, max_prompts_per_step=8),
-        sampling=Sampling(max_tokens=8),
-        seed=0,
-    )
+    sampler = scripted_sampler(engine, module, steps=3)
     data = RolloutDataModule(sampler, module.ledger, make_engine)
     make_trainer(directory).fit(module, datamodule=data)
     return dict(module.state_dict()), data
