@@ -37,15 +37,15 @@ def every_response(response: Response) -> bool:
 
 def every_group(group: Group) -> bool:
     """Naive GRPO: no group is filtered, unless it has no rewards to learn from."""
-    return not group.dropped
+    return group.scored
 
 
-def _undropped(group_filter: Callable[[Group], bool]) -> Callable[[Group], bool]:
+def _scored(group_filter: Callable[[Group], bool]) -> Callable[[Group], bool]:
     """The filter as it is, for groups that have rewards; one without them is never accepted, whatever it says."""
 
     @functools.wraps(group_filter)
     def accepts(group: Group) -> bool:
-        return not group.dropped and group_filter(group)
+        return group.scored and group_filter(group)
 
     return accepts
 
@@ -89,7 +89,7 @@ class Seams:
         if seam not in self.NAMES:
             raise UserError(f"technique {owner} changes {seam!r}, which is no seam: {nearest(seam, self.NAMES)}")
         self._own(seam, owner)
-        setattr(self, seam, _undropped(value) if seam == "group_filter" else value)
+        setattr(self, seam, _scored(value) if seam == "group_filter" else value)
 
     def add_reward(self, name: str, term: RewardTerm, owner: str) -> None:
         """Add a reward term on behalf of the technique `owner`."""

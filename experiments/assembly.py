@@ -40,6 +40,7 @@ from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir,
 from dapo_pl.module import DAPOModule
 from dapo_pl.policy import CausalPolicy
 from dapo_pl.rewards import task_reward
+from dapo_pl.rollout.early_rejection import EarlyRejectionSettings
 from dapo_pl.rollout.engine import Engine, Sampling
 from dapo_pl.rollout.ledger import CostLedger
 from dapo_pl.rollout.records import read_steps
@@ -85,7 +86,8 @@ def check_settings(config: DictConfig) -> Settings:
     rollout = OmegaConf.to_container(config.rollout, resolve=True)
     assert isinstance(rollout, dict)
     rollout.pop("warmup_steps")
-    settings = RolloutSettings(**rollout)  # pyright: ignore[reportCallIssue]
+    early = EarlyRejectionSettings(**rollout.pop("early_rejection"))
+    settings = RolloutSettings(**rollout, early_rejection=early)  # pyright: ignore[reportCallIssue]
     sampling = Sampling(**config.sampling)
     if sampling.top_p != 1:
         raise UserError(
@@ -94,7 +96,9 @@ def check_settings(config: DictConfig) -> Settings:
         )
     evaluation = EvaluationSettings(**config.evaluation)
     reward = load_reward(config)
-    techniques = load_techniques(config, reward)
+    techniques, seams = load_techniques(config, reward)
+    if early.enabled:
+        check_early_rejection(seams, reward)
     check_logger(config.logger.name)
     get_class(config.engine._target_).require()
     return Settings(techniques, settings, sampling, evaluation, reward)
@@ -201,8 +205,8 @@ def replays(config: DictConfig) -> bool:
     return issubclass(get_class(config.engine._target_), ReplayEngine)
 
 
-def load_techniques(config: DictConfig, reward: RewardSettings) -> list[Technique]:
-    """The technique callbacks, proven on scratch seams not to be in each other's way or the reward's."""
+def load_techniques(config: DictConfig, reward: RewardSettings) -> tuple[list[Technique], Seams]:
+    """The technique callbacks, and scratch seams that prove them not to be in each other's way or the reward's."""
     techniques = []
     seams = make_seams(reward)
     for name, options in config.technique.items():
@@ -214,7 +218,21 @@ def load_techniques(config: DictConfig, reward: RewardSettings) -> list[Techniqu
     for component in reward.components:
         if not reward.plain and component.name in seams.reward_terms:
             raise UserError(f"reward {component.name} has the name of a technique's reward term: rename it")
-    return techniques
+    return techniques, seams
+
+
+def check_early_rejection(seams: Seams, reward: RewardSettings) -> None:
+    """Refuse early rejection where no group is filtered, or filtered by something else than correctness."""
+    off = "set rollout.early_rejection.enabled=false"
+    if "group_filter" not in seams.owners:
+        raise UserError(
+            "rollout.early_rejection gives up groups that a filter would, and no technique filters groups: add "
+            f"dynamic_sampling, or {off}"
+        )
+    if not reward.plain:
+        raise UserError(
+            f"rollout.early_rejection goes by correctness, and the reward is not correctness alone: {off}"
+        )
 
 
 def check_logger(name: str) -> None:

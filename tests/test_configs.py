@@ -20,7 +20,7 @@ GROUPS = sorted(
 
 
 def techniques_of(config: DictConfig) -> list[Technique]:
-    return load_techniques(config, load_reward(config))
+    return load_techniques(config, load_reward(config))[0]
 
 
 def composed(*overrides: str) -> DictConfig:

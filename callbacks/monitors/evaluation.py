@@ -18,6 +18,7 @@ from dapo_pl.errors import UserError
 from dapo_pl.evaluation import EvaluationResult
 from dapo_pl.rollout.engine import Engine, Sampling
 from dapo_pl.rollout.evaluate import evaluate
+from dapo_pl.rollout.sampler import RolloutInterrupted
 from dapo_pl.rollout.types import Prompt
 
 
@@ -114,16 +115,23 @@ class EvaluationMonitor(L.Callback):
             return
         data = rollout_data(trainer)
         data.sync()
-        result, tokens, seconds = evaluate_and_keep(
-            data.sampler.engine,
-            self.prompts,
-            self.settings,
-            self.max_tokens,
-            self.directory,
-            f"step_{step:06}",
-            self.status,
-            data.sampler.should_stop,
-        )
+        engine = data.sampler.engine
+        before = engine.tokens_generated
+        try:
+            result, tokens, seconds = evaluate_and_keep(
+                engine,
+                self.prompts,
+                self.settings,
+                self.max_tokens,
+                self.directory,
+                f"step_{step:06}",
+                self.status,
+                data.sampler.should_stop,
+            )
+        except RolloutInterrupted:
+            data.ledger.update(tokens_interrupted=engine.tokens_generated - before)
+            raise
+        data.account(engine.tokens_generated - before - tokens)
         data.ledger.update(
             responses_evaluation=len(self.prompts) * self.settings.samples,
             tokens_evaluation=tokens,

@@ -16,10 +16,11 @@ from dapo_pl.rollout.types import Group
 def reward_metrics(groups: Sequence[Group], functions: Sequence[str]) -> dict[str, float]:
     """Mean of every part of the reward, and the failures of `functions`, over all examined groups.
 
-    Means leave out groups that were dropped, and are NaN where all were: Lightning would repeat the last value.
+    Means leave out groups without rewards (dropped, or rejected early), and are NaN where all were: Lightning would
+    repeat the last value.
     """
     responses = [response for group in groups for response in group.responses]
-    kept = [response for group in groups if not group.dropped for response in group.responses]
+    kept = [response for group in groups if group.scored for response in group.responses]
     names = {*functions, *(name for response in responses for name in response.reward_components)}
     metrics = {
         f"reward/{name}_mean": sum(response.reward_components[name] for response in kept) / len(kept)

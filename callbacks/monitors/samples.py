@@ -16,7 +16,7 @@ from dapo_pl.rollout.types import Group, Response
 
 def pick(groups: list[Group]) -> dict[str, tuple[Group, Response]]:
     """The best, worst, longest and a truncated response, by label, each with its group."""
-    rewarded = [group for group in groups if not group.dropped] or groups
+    rewarded = [group for group in groups if group.scored] or groups
     pairs = [(group, response) for group in rewarded for response in group.responses]
     picked = {
         "best": max(pairs, key=lambda pair: pair[1].reward),

@@ -75,7 +75,7 @@ class RolloutDataModule(L.LightningDataModule):
         """One rollout step with the newest weights."""
         sync_seconds = self.sync()
         try:
-            rollout = self.sampler.sample()
+            rollout = self._sample()
         except EngineFailed as failure:
             rollout = self._once_more(failure)
         self.ledger.update(**rollout.fates, generation_seconds=rollout.seconds)
@@ -83,6 +83,27 @@ class RolloutDataModule(L.LightningDataModule):
         batch = collate(self.step, rollout, self.sampler.seams, self.sampler.settings.mini_batch_size)
         batch.sync_seconds = sync_seconds
         return batch
+
+    def _sample(self) -> Rollout:
+        """The sampler's step, its tokens held against the engine's own count, whatever becomes of it."""
+        engine = self.sampler.engine
+        before = engine.tokens_generated
+        try:
+            rollout = self.sampler.sample()
+        except BaseException:
+            self.ledger.update(tokens_interrupted=engine.tokens_generated - before)
+            raise
+        booked = sum(amount for name, amount in rollout.fates.items() if name.startswith("tokens_"))
+        self.account(engine.tokens_generated - before - int(booked))
+        return rollout
+
+    def account(self, unaccounted: int) -> None:
+        """Book tokens that the engine counts and nobody else knows of."""
+        if unaccounted:
+            log.warning(
+                "the engine counts %+d tokens more than were accounted for in step %d", unaccounted, self.step
+            )
+            self.ledger.update(tokens_unaccounted=unaccounted)
 
     def _once_more(self, failure: EngineFailed) -> Rollout:
         """The step again with a new engine: the same prompts and seeds, none of them counted before."""
@@ -93,7 +114,7 @@ class RolloutDataModule(L.LightningDataModule):
             self.sampler.engine.close()
         self.sampler.engine = self.make_engine()
         self.sync()
-        return self.sampler.sample()
+        return self._sample()
 
     def sync(self) -> float:
         """Give the engine the module's weights unless it has them; seconds taken."""

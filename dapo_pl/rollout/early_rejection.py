@@ -4,9 +4,9 @@ The paper's Limitation 2: Dynamic Sampling generates whole groups to throw them 
 are generated and graded before the rest is asked for; with what is known of the prompt from earlier draws they give
 the probability that the group is mixed, and a group below the threshold ends there.
 
-The threshold is not a number that somebody sets but follows from what may be lost: the highest one at which, going by
-the same probabilities over recent groups, at least `keep` of the mixed groups stay. Whether that is so is measured, on
-a random share of groups that are finished whatever their first responses say.
+The threshold is not a number that somebody sets but follows from what may be lost: the highest one at which, going
+by the same probabilities over recent groups, at least `keep` of the mixed groups stay. Whether that is so is
+measured, on a random share of groups that are finished whatever their first responses say.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from dapo_pl.errors import UserError
 from dapo_pl.rollout.engine import request_seed
-from dapo_pl.rollout.history import PromptHistory, probability_mixed
-from dapo_pl.rollout.types import Group, Response
+from dapo_pl.rollout.history import PromptHistory, PromptRecord, probability_mixed
+from dapo_pl.rollout.types import Group
 
 WINDOW = 512
 """Groups whose probabilities set the threshold."""
@@ -54,6 +54,9 @@ class EarlyRejectionSettings:
 class EarlyRejection:
     """Decides by what was known when the step began, so that a decision depends on nothing that is in flight.
 
+    `seen`: of recent groups what the decision rests on, (right and answered before, right and answered of the first
+    responses). `lost` and `mixed`: the expected numbers of mixed groups rejected and judged so far.
+
     `counts`: over the run, of the audited groups those rightly and wrongly found unmixed (`hits`, `false_alarms`),
     and the others by what they were (`mixed_kept`, `unmixed_kept`); `rejected` groups, and in `spared` the responses
     they were spared; `audited_tokens` in `audited_responses` that a rejection would have spared.
@@ -63,11 +66,12 @@ class EarlyRejection:
     history: PromptHistory
     group_size: int
     seed: int
-    predictions: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    seen: deque[tuple[float, float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    lost: float = 0.0
+    mixed: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        self.threshold = self._threshold()
+    threshold: float = 0.0
 
     def first(self, index: int) -> int:
         """Responses to ask for before deciding about the group of this draw."""
@@ -77,9 +81,7 @@ class EarlyRejection:
 
     def probability(self, group: Group) -> float:
         """That the group is mixed, by its first responses and the prompt's history."""
-        first: Sequence[Response] = group.responses[: self.settings.first]
-        correct = sum(response.correct for response in first)
-        return probability_mixed(self.history.posterior(group.prompt.id), correct, len(first), self.group_size)
+        return self._probability(*self._evidence(group))
 
     def rejects(self, group: Group) -> bool:
         """Whether the group's first responses suffice to give it up."""
@@ -90,18 +92,32 @@ class EarlyRejection:
         if not self.settings.enabled:
             return
         for group in groups:
-            self.predictions.append(self.probability(group))
+            probability, rejects = self.probability(group), self.rejects(group)
+            self.seen.append(self._evidence(group))
+            self.mixed += probability
             if group.rejected:
+                self.lost += probability
                 self.counts["rejected"] += 1
                 self.counts["spared"] += self.group_size - len(group.responses)
             elif self._audited(group.index):
-                rejects = self.rejects(group)
                 self.counts[_audit(rejects, group.mixed)] += 1
                 if rejects:
                     rest = group.responses[self.settings.first :]
                     self.counts["audited_responses"] += len(rest)
                     self.counts["audited_tokens"] += sum(response.length for response in rest)
-        self.threshold = self._threshold()
+
+    def update(self) -> None:
+        """Set the threshold for the next step, once the history has learned of the last one.
+
+        Probabilities of recent groups are computed anew, since the prior has moved; what was lost too much before is
+        saved now.
+        """
+        if not self.settings.enabled or len(self.seen) < FEWEST:
+            return
+        predictions = [self._probability(*evidence) for evidence in self.seen]
+        overspent = max(0.0, self.lost - (1 - self.settings.keep) * self.mixed)
+        allowed = (1 - self.settings.keep) * sum(predictions) - overspent
+        self.threshold = threshold(predictions, allowed)
 
     def metrics(self) -> dict[str, float]:
         """Over the run so far; what no audit has shown yet is left out.
@@ -132,27 +148,37 @@ class EarlyRejection:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {"predictions": list(self.predictions), "counts": dict(self.counts)}
+        return {
+            "seen": [list(evidence) for evidence in self.seen],
+            "lost": self.lost,
+            "mixed": self.mixed,
+            "counts": dict(self.counts),
+            "threshold": self.threshold,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        self.predictions = deque(state["predictions"], maxlen=WINDOW)
+        self.seen = deque((tuple(evidence) for evidence in state["seen"]), maxlen=WINDOW)
+        self.lost, self.mixed, self.threshold = state["lost"], state["mixed"], state["threshold"]
         self.counts = Counter(state["counts"])
-        self.threshold = self._threshold()
 
     def _audited(self, index: int) -> bool:
         return request_seed(self.seed, "audit", index) < self.settings.audit_share * 2**31
 
-    def _threshold(self) -> float:
-        return 0.0 if len(self.predictions) < FEWEST else threshold(self.predictions, self.settings.keep)
+    def _evidence(self, group: Group) -> tuple[float, float, int, int]:
+        record = self.history.prompts.get(group.prompt.id, PromptRecord())
+        first = group.responses[: self.settings.first]
+        return record.correct, record.answered, sum(response.correct for response in first), len(first)
+
+    def _probability(self, correct: float, answered: float, first_correct: int, first: int) -> float:
+        a, b = self.history.prior
+        return probability_mixed((a + correct, b + answered - correct), first_correct, first, self.group_size)
 
 
-def threshold(predictions: Sequence[float] | deque[float], keep: float) -> float:
-    """The highest t such that the groups with probability below t hold at most 1 - keep of the mixed ones, expected."""
-    ordered = sorted(predictions)
-    allowed = (1 - keep) * sum(ordered)
+def threshold(predictions: Sequence[float], allowed: float) -> float:
+    """The highest t such that predictions below t add up to no more than `allowed`; 1 if all do."""
     lost = 0.0
-    for value in ordered:
+    for value in sorted(predictions):
         lost += value
         if lost > allowed:
             return value

@@ -107,21 +107,25 @@ def probability_mixed(posterior: tuple[float, float], correct: int, answered: in
     """Chance that a group ends with both right and wrong responses, after `answered` of them.
 
     With accuracy ~ Beta(a, b) beforehand, r responses to come and none of the first k right, all r are wrong with
-    probability B(a, b + k + r) / B(a, b + k); likewise for all right.
+    probability B(a, b + k + r) / B(a, b + k); likewise for all right. Before any response both can happen.
 
     Args:
         posterior: (a, b) before these responses.
         correct: right ones among them.
-        answered: k, at least 1.
+        answered: k.
         group_size: responses of the whole group.
     """
     if 0 < correct < answered:
         return 1.0
-    a, b = posterior if correct == 0 else posterior[::-1]
-    rest = group_size - answered
-    seen = b + answered
-    log_ratio = math.lgamma(seen + rest) - math.lgamma(seen) + math.lgamma(a + seen) - math.lgamma(a + seen + rest)
-    return -math.expm1(log_ratio)
+    a, b = posterior
+    wrong = _none_right(a, b + answered, group_size - answered) if correct == 0 else 0.0
+    right = _none_right(b, a + answered, group_size - answered) if correct == answered else 0.0
+    return max(0.0, 1.0 - wrong - right)
+
+
+def _none_right(a: float, b: float, draws: int) -> float:
+    """B(a, b + draws) / B(a, b): no success in so many draws of an accuracy ~ Beta(a, b)."""
+    return math.exp(math.lgamma(b + draws) - math.lgamma(b) + math.lgamma(a + b) - math.lgamma(a + b + draws))
 
 
 def _log_beta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

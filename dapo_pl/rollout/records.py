@@ -37,11 +37,13 @@ SCHEMA = pa.schema(
         pa.field("stated_answer", pa.int64()),
         pa.field("correct", pa.bool_(), nullable=False),
         pa.field("truncated", pa.bool_(), nullable=False),
-        # What was trained on; null in a group that was dropped because a reward function failed.
+        # What was trained on; null in a group that was dropped because a reward function failed, or rejected early.
         pa.field("reward", pa.float64()),
         pa.field("reward_components", pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()}))),
         pa.field("reward_failures", pa.list_(pa.struct({"name": pa.string(), "reason": pa.string()}))),
         pa.field("accepted", pa.bool_(), nullable=False),
+        # Given up after these responses, its first ones.
+        pa.field("rejected", pa.bool_(), nullable=False),
         pa.field("policy_version", pa.int64(), nullable=False),
         # Nats, of the sampled tokens; null where the engine was not asked for them.
         pa.field("log_probs", pa.list_(pa.float32())),
@@ -96,10 +98,11 @@ def _row(step: int, group: Group, number: int, response: Response, accepted: boo
         "stated_answer": response.stated_answer,
         "correct": response.correct,
         "truncated": response.truncated,
-        "reward": None if group.dropped else response.reward,
+        "reward": response.reward if group.scored else None,
         "reward_components": [{"name": name, "value": value} for name, value in response.reward_components.items()],
         "reward_failures": [{"name": name, "reason": reason} for name, reason in response.reward_failures.items()],
         "accepted": accepted,
+        "rejected": group.rejected,
         "policy_version": response.policy_version,
         "log_probs": response.log_probs,
     }
@@ -213,9 +216,10 @@ def _check_rows(path: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
         if fault:
             raise UserError(f"{path}, row {place}: {fault}; record it anew")
         numbers[index] = row["number"] + 1
+    rejected = {row["group_index"] for row in rows if row["rejected"]}
     size = max(numbers.values())
     for index, count in numbers.items():
-        if count != size:
+        if count != size and index not in rejected:
             place = max(place for place, row in enumerate(rows, start=1) if row["group_index"] == index)
             raise UserError(
                 f"{path}, row {place}: group {index} ends here with {count} of {size} responses; record it anew"

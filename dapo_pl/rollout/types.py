@@ -58,14 +58,26 @@ class Response:
 class Group:
     """A prompt and its G responses; `index` is its place in the order in which prompts were drawn.
 
-    `dropped`: a reward function failed on one of them and `reward.on_failure` is `drop_group`, so no filter may
-    accept it and its rewards mean nothing.
+    `dropped`: a reward function failed on one of them and `reward.on_failure` is `drop_group`. `rejected`: only its
+    first responses were generated, see `dapo_pl.rollout.early_rejection`. No filter may accept either, and rewards in
+    it mean nothing.
     """
 
     index: int
     prompt: Prompt
     responses: list[Response] = field(default_factory=list)
     dropped: bool = False
+    rejected: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether its responses have rewards."""
+        return not self.dropped and not self.rejected
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens of all its responses."""
+        return sum(response.length for response in self.responses)
 
     @property
     def correct(self) -> int:
@@ -75,12 +87,27 @@ class Group:
     @property
     def mixed(self) -> bool:
         """Whether there is something to learn from: 0 < correct < G, or task rewards that are not all equal."""
-        if self.dropped:
+        if not self.scored:
             return False
         rewards = [response.task_reward for response in self.responses if response.task_reward is not None]
         if rewards:
             return differ(rewards)
         return 0 < self.correct < len(self.responses)
+
+    @property
+    def outcome(self) -> str:
+        """One of `OUTCOMES`; `equal` has right and wrong responses whose task rewards are all equal."""
+        if not self.scored:
+            return "dropped" if self.dropped else "rejected"
+        if self.mixed:
+            return "mixed"
+        if self.correct == 0:
+            return "all_wrong"
+        return "all_correct" if self.correct == len(self.responses) else "equal"
+
+
+OUTCOMES = ("mixed", "all_correct", "all_wrong", "equal", "dropped", "rejected")
+"""What a judged group can turn out to be."""
 
 
 def differ(rewards: Sequence[float]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +80,89 @@ def test_accepts_what_a_sampler_of_one_group_at_a_time_accepts(seed: int, in_fli
     assert found == reference(seed, engine.script, groups=3, steps=3)
 
 
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000), oversampling=st.sampled_from([0.3, 1.0, 3.0]), margin=st.sampled_from([0.0, 2.0]))
+def test_refill_changes_cost_and_not_what_is_accepted(seed: int, oversampling: float, margin: float) -> None:
+    rounds = make_sampler(ScriptedEngine(script(4)), seed, refill="rounds", oversampling=oversampling)
+    continuous = make_sampler(ScriptedEngine(script(4)), seed, margin=margin)
+    expected = reference(seed, script(4), groups=3, steps=3)
+    for sampler in (rounds, continuous):
+        assert [[group.index for group in sampler.sample().accepted] for _ in range(3)] == expected
+
+
+def test_a_round_is_finished_whole_before_the_next_one() -> None:
+    submitted: list[list[int]] = []
+
+    class Watched(ScriptedEngine):
+        def submit(self, request: str, prompt: Sequence[int], sampling: Sampling, seed: int) -> None:
+            if not self._running:
+                submitted.append([])
+            submitted[-1].append(int(request.split(":")[0]))
+            super().submit(request, prompt, sampling, seed)
+
+    rollout = make_sampler(Watched(script(4)), refill="rounds", oversampling=2.0).sample()
+    assert [sorted(set(indices)) for indices in submitted] == [
+        list(range(start, start + 6)) for start in range(0, 6 * len(submitted), 6)
+    ]
+    assert sum(value for name, value in rollout.fates.items() if name == "tokens_cut_off") == 0
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000), in_flight=st.sampled_from([4, 24, 400]), limit=st.integers(30, 400))
+def test_the_token_budget_is_counted_in_draw_order(seed: int, in_flight: int, limit: int) -> None:
+    sampler = make_sampler(ScriptedEngine(script(6)), seed, in_flight, max_tokens_per_step=limit, min_groups=1)
+    alone = make_sampler(ScriptedEngine(script(6)), seed, 4, max_tokens_per_step=limit, min_groups=1)
+    # A budget that leaves no group at all is an error, for both alike.
+    try:
+        rollout = alone.sample()
+    except UserError:
+        rollout = None
+    if rollout is None:
+        with pytest.raises(UserError, match="0 of 3 groups"):
+            sampler.sample()
+        return
+    again = sampler.sample()
+    assert [group.index for group in again.examined] == [group.index for group in rollout.examined]
+    assert sum(group.tokens for group in rollout.examined[:-1]) < limit
+    if rollout.shortfall:
+        assert f"max_tokens_per_step={limit} tokens" in rollout.shortfall
+        assert sum(group.tokens for group in rollout.examined) >= limit
+
+
+def test_what_was_ready_beyond_need_serves_only_the_policy_that_made_it() -> None:
+    engine = ScriptedEngine(script(4))
+    sampler = make_sampler(engine, margin=3.0)
+    sampler.sample()
+    carried = dict(sampler.carried)
+    assert carried
+    before = engine.tokens_generated
+    second = sampler.sample()
+    assert [group.index for group in second.accepted] == reference(0, script(4), groups=3, steps=2)[1]
+    assert any(group is carried.get(group.index) for group in second.examined)
+    assert sum(v for k, v in second.fates.items() if k.startswith("tokens_")) == engine.tokens_generated - before
+    other = make_sampler(ScriptedEngine(script(4)), margin=3.0)
+    other.sample()
+    stale = dict(other.carried)
+    other.engine.sync(iter(()), 1)
+    fresh = other.sample()
+    assert not any(group is stale.get(group.index) for group in fresh.examined)
+    assert {response.policy_version for group in fresh.examined for response in group.responses} == {1}
+    assert [group.index for group in fresh.accepted] == [group.index for group in second.accepted]
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 1000))
+def test_every_token_is_booked_by_what_became_of_its_group(seed: int) -> None:
+    rollout = make_sampler(ScriptedEngine(script(5)), seed).sample()
+    expected = dict.fromkeys(("used", "filtered_all_correct", "filtered_all_wrong"), 0)
+    for group in rollout.examined:
+        right = sum(response.correct for response in group.responses)
+        fate = "filtered_all_wrong" if right == 0 else "filtered_all_correct" if right == 4 else "used"
+        expected[fate] += sum(response.length for response in group.responses)
+    for fate, tokens in expected.items():
+        assert rollout.fates.get(f"tokens_{fate}", 0) == tokens
+
+
 def test_prompts_are_drawn_once_per_epoch_in_an_order_of_seed_and_epoch() -> None:
     order = PromptOrder(PROMPTS, seed=3)
     epochs = [[order[epoch * 13 + place].id for place in range(13)] for epoch in range(3)]
@@ -144,7 +228,7 @@ def test_interrupting_changes_nothing_the_next_step_depends_on() -> None:
     sampler.should_stop = lambda: next(calls) == 12
     with pytest.raises(RolloutInterrupted):
         sampler.sample()
-    assert sampler.state_dict() == {"cursor": 0, "recent": []}
+    assert sampler.state_dict() == make_sampler(ScriptedEngine(script(4))).state_dict()
     assert engine.step() == []
     expected = make_sampler(ScriptedEngine(script(4))).sample()
     assert [group.index for group in sampler.sample().accepted] == [group.index for group in expected.accepted]
@@ -159,6 +243,11 @@ def test_interrupting_changes_nothing_the_next_step_depends_on() -> None:
         ({"max_prompts_per_step": 2}, "max_prompts_per_step"),
         ({"min_groups": 4}, "min_groups"),
         ({"on_shortfall": "wait"}, "on_shortfall"),
+        ({"refill": "round"}, "did you mean 'rounds'|rounds"),
+        ({"max_tokens_per_step": 0}, "max_tokens_per_step"),
+        ({"margin": -1.0}, "rollout.margin"),
+        ({"oversampling": 0.0}, "rollout.oversampling"),
+        ({"history_decay": 0.0}, "rollout.history_decay"),
         ({"steps": 0}, "rollout.steps"),
     ],
 )
