@@ -20,6 +20,9 @@ from dapo_pl.policy import CausalPolicy, MicroBatch
 from dapo_pl.rollout.ledger import CostLedger
 from dapo_pl.seams import Seams
 
+CHECKPOINT_FORMAT = 2
+"""Goes up when a run could not go on from an older version's checkpoints. 2: with prompt history and all fates."""
+
 
 class DAPOModule(L.LightningModule):
     """One `training_step` is one rollout step: several mini-batches, each one optimizer step.
@@ -208,6 +211,7 @@ class DAPOModule(L.LightningModule):
         checkpoint["dapo"] = {
             "step": self.trainer.datamodule.step,  # pyright: ignore[reportAttributeAccessIssue]
             "policy_version": self.policy_version,
+            "format": CHECKPOINT_FORMAT,
             "fingerprint": self.fingerprint,
             "skipped_mini_batches": self.skipped_mini_batches,
         }

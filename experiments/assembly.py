@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from callbacks.checkpoint import AtomicCheckpointIO, BestCheckpoint, RolloutCheckpoint, StopRequest
 from callbacks.monitors.evaluation import EvaluationMonitor, EvaluationSettings
 from callbacks.monitors.health import CostMonitor, HealthMonitor
+from callbacks.monitors.prompts import PromptMonitor
 from callbacks.monitors.rewards import RewardMonitor
 from callbacks.monitors.rollouts import RolloutRecorder
 from callbacks.monitors.samples import SampleLog
@@ -37,7 +38,7 @@ from dapo_pl.data.worked_examples import warm_start_examples
 from dapo_pl.errors import UserError
 from dapo_pl.logs import JsonLinesLogger
 from dapo_pl.models.directory import ModelFacts, check_model, default_cache_dir, load_tokenizer
-from dapo_pl.module import DAPOModule
+from dapo_pl.module import CHECKPOINT_FORMAT, DAPOModule
 from dapo_pl.policy import CausalPolicy
 from dapo_pl.rewards import task_reward
 from dapo_pl.rollout.early_rejection import EarlyRejectionSettings
@@ -115,7 +116,7 @@ def plan(config: DictConfig, directory: Path) -> Plan:
     warm, examples = prepare_warm_start(config)
     model, facts, tokenizer = prepare_model(config)
     if checkpoint is not None:
-        check_fingerprint(checkpoint, facts, model)
+        check_checkpoint(checkpoint, facts, model)
     if warm is not None and not Path(model).is_dir():
         raise UserError(
             f"the warm start needs a local directory and model.path is the hub name {model!r}: "
@@ -261,15 +262,21 @@ def find_checkpoint(config: DictConfig, directory: Path) -> Path | None:
     return path
 
 
-def check_fingerprint(checkpoint: Path, facts: ModelFacts, model: str) -> None:
-    """Refuse the checkpoint of another model before weights that do not fit are loaded."""
+def check_checkpoint(checkpoint: Path, facts: ModelFacts, model: str) -> None:
+    """Refuse the checkpoint of another model or version before weights that do not fit are loaded."""
     try:
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["dapo"]["fingerprint"]
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["dapo"]
+        fingerprint, written = saved["fingerprint"], saved.get("format", 1)
     except Exception as error:
         raise UserError(
             f"ckpt_path: {checkpoint} is not a checkpoint of this platform ({type(error).__name__})"
         ) from error
-    if saved != facts.fingerprint:
+    if written != CHECKPOINT_FORMAT:
+        raise UserError(
+            f"ckpt_path: {checkpoint} has format {written} and this version goes on from format {CHECKPOINT_FORMAT}: "
+            "finish that run with the version that began it (git.commit in its run.json), or start a new one"
+        )
+    if fingerprint != facts.fingerprint:
         raise UserError(
             f"ckpt_path: {checkpoint} is from another model than {model}: choose the model it was trained with"
         )
@@ -361,6 +368,7 @@ def build(plan: Plan, stop: StopRequest, status: StatusLine, record: dict[str, A
             HealthMonitor(),
             RewardMonitor(reward),
             CostMonitor(),
+            PromptMonitor(plan.directory / "prompts.jsonl"),
             SampleLog(
                 plan.directory / "samples.jsonl", config.callbacks.sample_log_every_n_steps, plan.tokenizer.decode
             ),

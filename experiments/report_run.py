@@ -6,8 +6,11 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from callbacks.monitors.prompts import outcome_rows
 from callbacks.progress import duration
 from dapo_pl.evaluation import paired_difference, per_problem_avg_at_k
+from dapo_pl.rollout.ledger import CostLedger
+from dapo_pl.rollout.types import OUTCOMES
 
 if TYPE_CHECKING:
     from experiments.assembly import Plan, Run
@@ -37,6 +40,7 @@ def summarise(run: Run, plan: Plan, overrides: Sequence[str], total_seconds: flo
             "p_value": difference.p_value,
         },
         "cost": cost,
+        "groups": outcome_rows(run.data.sampler.history),
         "seconds": {
             "total": total_seconds,
             **phases,
@@ -80,12 +84,14 @@ def final_table(summary: dict[str, Any]) -> str:
         f"  responses: {cost['responses_generated']:,.0f} generated, {cost['responses_used']:,.0f} used",
         f"  tokens:    {cost['tokens_generated']:,.0f} generated, {cost['tokens_used']:,.0f} used "
         f"({cost['tokens_used'] / generated:.0%}), {cost['tokens_evaluation']:,.0f} more in evaluation",
+        *wasted(cost),
         f"  time:      {duration(seconds['total'])} = generation {duration(seconds['generation'])}, "
         f"update {duration(seconds['update'])}, weight sync {duration(seconds['sync'])}, "
         f"evaluation {duration(seconds['evaluation'])}, warm start {duration(seconds['warm_start'])}, "
         f"the rest {duration(seconds['rest'])}",
         f"  memory:    {summary['peak_memory_gb']:.1f} GB at the peak",
     ]
+    rows += group_rows(summary["groups"])
     if summary["skipped_mini_batches"]:
         rows.append(f"  {summary['skipped_mini_batches']} mini-batches had every response masked and were skipped")
     directory, aim = summary["directory"], summary["aim"]
@@ -93,6 +99,7 @@ def final_table(summary: dict[str, Any]) -> str:
         "where it is",
         f"  checkpoint {directory}/checkpoints/last.ckpt, the model as a transformers directory {directory}/model",
         f"  samples {directory}/samples.jsonl, evaluations {directory}/evaluations, curves {directory}/metrics.jsonl",
+        f"  how each prompt fared {directory}/prompts.jsonl",
     ]
     if aim["run"]:
         rows.append(f"  Aim run {aim['run']}")
@@ -105,3 +112,34 @@ def final_table(summary: dict[str, Any]) -> str:
         f"  ablate a technique:           python experiments/run.py {summary['same']}technique=-dynamic_sampling",
     ]
     return "\n".join(rows)
+
+
+def wasted(cost: dict[str, float]) -> list[str]:
+    """What became of the training tokens that were not used, the largest part first."""
+    parts = {fate: cost[f"tokens_{fate}"] for fate in CostLedger.FATES if fate not in ("used", "evaluation")}
+    named = sorted((-amount, fate) for fate, amount in parts.items() if amount)
+    if not named:
+        return []
+    return [
+        "             not used: " + ", ".join(f"{-amount:,.0f} {fate.replace('_', ' ')}" for amount, fate in named)
+    ]
+
+
+SHOWN = 6
+"""Rows of the table of groups; all of them are in summary.json."""
+
+
+def group_rows(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Groups judged, by epoch and source, the newest `SHOWN`, with shares in percent."""
+    width = max((len(row["source"]) for row in groups), default=0)
+    lines = []
+    for row in groups[-SHOWN:]:
+        judged = sum(row[outcome] for outcome in OUTCOMES)
+        found = ", ".join(
+            f"{100 * row[outcome] / judged:.0f}% {outcome.replace('_', ' ')}" for outcome in OUTCOMES if row[outcome]
+        )
+        lines.append(
+            f"  epoch {row['epoch']:3} {row['source']:{width}} {judged:6,} groups, "
+            f"{row['accepted']:,} accepted: {found}"
+        )
+    return lines

@@ -52,14 +52,18 @@ def trained(
 @pytest.mark.parametrize("breaks_at", [1, 4, 8])
 def test_the_step_is_done_again_and_nothing_is_counted_twice(tiny_model: str, tmp_path: Path, breaks_at: int) -> None:
     weights, whole = trained(tiny_model, tmp_path, ScriptedEngine(script), None)
-    again, broken = trained(tiny_model, tmp_path, Breaking(breaks_at), lambda: ScriptedEngine(script))
+    first, second = Breaking(breaks_at), ScriptedEngine(script)
+    again, broken = trained(tiny_model, tmp_path, first, lambda: second)
     for name, tensor in weights.items():
         if name.startswith("policy."):  # the ledger is in there too, with its seconds
             assert torch.equal(tensor, again[name]), name
     assert broken.sampler.cursor == whole.sampler.cursor
+    cost = broken.ledger.compute()
+    assert cost["tokens_generated"] == first.tokens_generated + second.tokens_generated
+    cost["tokens_generated"] -= cost.pop("tokens_interrupted")
     for name, amount in whole.ledger.compute().items():
-        if "seconds" not in name:
-            assert broken.ledger.compute()[name] == amount, name
+        if "seconds" not in name and name in cost:
+            assert cost[name] == amount, name
 
 
 def test_a_second_failure_in_one_step_ends_the_run(tiny_model: str, tmp_path: Path) -> None:

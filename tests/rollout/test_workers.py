@@ -22,11 +22,7 @@ TIMEOUT = 1.5
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    functions = {
-        "faulty": Function("reward_functions.faulty"),
-        "vowels": Function("reward_functions.vowels", {"scale": 4}),
-    }
-    pool = WorkerPool(functions, size=2, timeout=TIMEOUT)
+    pool = WorkerPool({"faulty": Function("reward_functions.faulty")}, size=2, timeout=TIMEOUT)
     yield pool
     pool.close()
 
@@ -88,12 +84,18 @@ def test_an_answer_given_twice_shifts_nothing(pool: WorkerPool) -> None:
         assert outcome.value is not None or outcome.reason
 
 
-def test_functions_are_told_apart_by_name_and_get_their_arguments(pool: WorkerPool) -> None:
+def test_functions_are_told_apart_by_name_and_get_their_arguments() -> None:
+    functions = {
+        "faulty": Function("reward_functions.faulty"),
+        "vowels": Function("reward_functions.vowels", {"scale": 4}),
+    }
+    pool = WorkerPool(functions, size=2, timeout=60)
     outcomes = pool.run(
         {"a": ("vowels", ("ab", 0, {})), "b": ("faulty", ("9", 0, {})), "c": ("vowels", ("x", 0, {}))}
     )
     assert outcomes == {"a": Outcome(2.0), "b": Outcome(9.0), "c": Outcome(0.0)}
     assert pool.run({}) == {}
+    pool.close()
 
 
 def test_workers_are_reused_and_a_hanging_call_costs_its_time_limit() -> None:
